@@ -1,0 +1,123 @@
+//! The one error type: a code to branch on, a text for people.
+//!
+//! An error means that the machine, the caller or a file failed. It is not an outcome: a weight
+//! that does not fit is `Offloaded`, never an `Err`. Codes have explicit numbers that the C ABI
+//! gives out, so a number is never reused or changed.
+
+use std::fmt;
+
+use crate::driver::DriverError;
+
+/// What went wrong, to branch on. The numbers are those of the C ABI's `VbarStatus`.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+#[repr(i32)]
+#[non_exhaustive]
+pub enum ErrorCode {
+    /// An argument is outside what the function's documentation allows.
+    InvalidArgument = 1,
+    /// An id, token or handle that was freed, or never given out.
+    StaleHandle = 2,
+    /// A token whose pins were taken back by a forced end of run.
+    StaleToken = 3,
+    /// libcuda or one of its symbols is missing, or the driver is too old.
+    DriverMissing = 4,
+    /// A driver call failed; the text names the call and the code.
+    Driver = 5,
+    /// A sticky driver error: the device is lost until the process ends.
+    DeviceLost = 6,
+    /// No such device, or the device was never opened.
+    DeviceNotRegistered = 7,
+    /// The runtime is open with another driver, context or page size.
+    AlreadyOpen = 8,
+    /// The driver cannot do what was asked (the text says what).
+    Unsupported = 9,
+    /// The VBAR, or the address space, has no room for the request.
+    NoAddresses = 10,
+    /// The operating system allows no more mappings in this process.
+    TooManyMappings = 11,
+    /// Reading or opening a file failed; the text has the errno.
+    Io = 12,
+    /// A file is not what its header, its name or the format says.
+    Format = 13,
+    /// A file changed while bound; its pages are not valid.
+    FileChanged = 14,
+    /// A wait ran into its time-out.
+    TimedOut = 15,
+    /// A wait was cancelled.
+    Cancelled = 16,
+    /// Page-locked memory could not be had.
+    HostMemory = 17,
+    /// More pins on a page than can be counted.
+    TooManyPins = 18,
+    /// The process is exiting or has forked; nothing was done.
+    ProcessEnding = 19,
+    /// The VBAR is being closed.
+    Closed = 20,
+    /// A name that is not in the model.
+    NotFound = 21,
+    /// A bug of the library that was caught before it did harm.
+    Internal = 22,
+}
+
+/// An error of the library: its code and a sentence with the numbers.
+#[derive(Clone, PartialEq, Eq)]
+pub struct Error {
+    code: ErrorCode,
+    text: Box<str>,
+}
+
+/// Result of the library's fallible calls.
+pub type Result<T> = std::result::Result<T, Error>;
+
+impl Error {
+    /// An error with its sentence.
+    #[must_use]
+    pub fn new(code: ErrorCode, text: impl Into<String>) -> Self {
+        Self { code, text: text.into().into_boxed_str() }
+    }
+
+    /// The code to branch on.
+    #[must_use]
+    pub fn code(&self) -> ErrorCode {
+        self.code
+    }
+
+    /// The same error with what the caller was doing put before the sentence.
+    #[must_use]
+    pub fn context(self, doing: impl fmt::Display) -> Self {
+        Self::new(self.code, format!("{doing}: {}", self.text))
+    }
+
+    /// An error of a system call on `what`, usually a file's path.
+    #[must_use]
+    pub fn io(what: impl fmt::Display, error: &std::io::Error) -> Self {
+        Self::new(ErrorCode::Io, format!("{what}: {error}"))
+    }
+}
+
+impl From<DriverError> for Error {
+    fn from(error: DriverError) -> Self {
+        let code = if error.code.is_sticky() {
+            ErrorCode::DeviceLost
+        } else if error.code.is_exiting() {
+            ErrorCode::ProcessEnding
+        } else {
+            ErrorCode::Driver
+        };
+        Self::new(code, error.to_string())
+    }
+}
+
+impl fmt::Display for Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.text)
+    }
+}
+
+impl fmt::Debug for Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:?}: {}", self.code, self.text)
+    }
+}
+
+impl std::error::Error for Error {}

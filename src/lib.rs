@@ -1,0 +1,11 @@
+//! CUDA virtual-memory allocator: run models larger than the GPU.
+//!
+//! A *VBAR* reserves device addresses at no cost; a *fault* puts physical memory behind them when
+//! a layer needs its weights; the *evictor* takes it back from the coldest pages; bound VBARs
+//! *fill* themselves from safetensors files.
+
+pub mod driver;
+pub mod error;
+pub mod units;
+
+pub use error::{Error, ErrorCode, Result};
