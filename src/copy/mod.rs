@@ -1,0 +1,5 @@
+//! Bytes on their way from files to frames.
+
+pub mod fill;
+pub mod ring;
+pub mod staging;

@@ -1,0 +1,114 @@
+//! Counts of what happened, cheap enough for the hit path.
+//!
+//! Hits are counted in per-thread cells, a cache line each, so that threads do not slow one
+//! another; everything rarer is a plain atomic. Reading sums; numbers only ever grow.
+
+use std::cell::Cell;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::time::Duration;
+
+use crate::outcome::{Reason, WaitKind};
+
+const SHARDS: usize = 32;
+
+#[repr(align(128))]
+#[derive(Default)]
+struct Cacheline(AtomicU64);
+
+/// A counter that many threads raise without touching one another's cache lines.
+#[derive(Default)]
+pub struct Sharded {
+    cells: [Cacheline; SHARDS],
+}
+
+impl Sharded {
+    /// One more.
+    #[inline]
+    pub fn raise(&self) {
+        // Threads beyond the number of cells share one, so the addition must be atomic.
+        self.cells[shard()].0.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// The sum over all threads.
+    #[must_use]
+    pub fn sum(&self) -> u64 {
+        self.cells.iter().map(|cell| cell.0.load(Ordering::Relaxed)).sum()
+    }
+}
+
+#[inline]
+fn shard() -> usize {
+    static NEXT: AtomicUsize = AtomicUsize::new(0);
+    thread_local!(static SHARD: Cell<usize> = const { Cell::new(usize::MAX) });
+    SHARD.with(|shard| {
+        if shard.get() == usize::MAX {
+            shard.set(NEXT.fetch_add(1, Ordering::Relaxed) % SHARDS);
+        }
+        shard.get()
+    })
+}
+
+/// How often and how long, for one kind of wait.
+#[derive(Clone, Copy, Default, PartialEq, Eq, Debug)]
+pub struct WaitCount {
+    /// Waits.
+    pub count: u64,
+    /// Their time together.
+    pub total: Duration,
+}
+
+/// The counters of one runtime.
+#[derive(Default)]
+pub struct Counters {
+    /// Faults that found every page resident.
+    pub hits: Sharded,
+    /// Faults that had to map or fill a page.
+    pub misses: AtomicU64,
+    /// Pages that got a frame.
+    pub pages_mapped: AtomicU64,
+    /// Pages that lost their frame.
+    pub pages_evicted: AtomicU64,
+    /// Evictions whose frame was mapped at its next address before it left the last one.
+    pub pages_aliased: AtomicU64,
+    /// Bytes read from files and copied to the device.
+    pub bytes_filled: AtomicU64,
+    /// Driver calls that were tried again after a transient code.
+    pub driver_retries: AtomicU64,
+    refusals: [AtomicU64; Reason::ALL.len()],
+    waits: [(AtomicU64, AtomicU64); WaitKind::ALL.len()],
+}
+
+impl Counters {
+    /// Counts a refusal.
+    pub fn refuse(&self, reason: Reason) {
+        self.refusals[reason as usize].fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// Counts a wait and its time.
+    pub fn wait(&self, kind: WaitKind, time: Duration) {
+        let (count, nanos) = &self.waits[kind as usize];
+        count.fetch_add(1, Ordering::Relaxed);
+        nanos.fetch_add(u64::try_from(time.as_nanos()).unwrap_or(u64::MAX), Ordering::Relaxed);
+    }
+
+    /// Refusals for `reason` so far.
+    #[must_use]
+    pub fn refusals(&self, reason: Reason) -> u64 {
+        self.refusals[reason as usize].load(Ordering::Relaxed)
+    }
+
+    /// Waits of `kind` so far.
+    #[must_use]
+    pub fn waits(&self, kind: WaitKind) -> WaitCount {
+        let (count, nanos) = &self.waits[kind as usize];
+        WaitCount {
+            count: count.load(Ordering::Relaxed),
+            total: Duration::from_nanos(nanos.load(Ordering::Relaxed)),
+        }
+    }
+}
+
+/// Adds to a plain counter.
+pub(crate) fn add(counter: &AtomicU64, n: u64) {
+    counter.fetch_add(n, Ordering::Relaxed);
+}

@@ -1,0 +1,205 @@
+//! The frames of one device: every driver handle that we hold, and what it is for.
+//!
+//! A plain table under the device's lock; it makes no driver call. Invariant: each frame is in
+//! exactly one place, and `held` frames and those being created never exceed what the budget
+//! allowed when they were asked for.
+
+use crate::driver::FrameHandle;
+use crate::memory::page_table::Ticket;
+
+/// Index of a frame in the table.
+pub type FrameIndex = u32;
+
+/// Where a frame is.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Place {
+    /// On the free list, mapped nowhere but at addresses that are on their way out.
+    Free,
+    /// Behind a page, or on its way there.
+    Mapped,
+    /// In a state that the driver alone knows, after a failed undo. Never used again.
+    Quarantined,
+}
+
+/// One frame.
+#[derive(Clone, Debug)]
+pub struct Frame {
+    /// The driver's handle.
+    pub handle: FrameHandle,
+    /// Where it is.
+    pub place: Place,
+    /// For a free frame: work that may still use it.
+    pub users: Vec<Ticket>,
+}
+
+/// All frames of a device.
+#[derive(Default)]
+pub struct Frames {
+    frames: Vec<Option<Frame>>,
+    vacant: Vec<FrameIndex>,
+    free: Vec<FrameIndex>,
+    creating: u32,
+    held: u32,
+    quarantined: u32,
+    peak: u32,
+}
+
+impl Frames {
+    /// Frames that exist, and those being created: what counts against the budget.
+    #[must_use]
+    pub fn held(&self) -> u32 {
+        self.held + self.creating
+    }
+
+    /// The most that were held at a time.
+    #[must_use]
+    pub fn peak(&self) -> u32 {
+        self.peak
+    }
+
+    /// Frames on the free list.
+    #[must_use]
+    pub fn free_count(&self) -> u32 {
+        self.free.len() as u32
+    }
+
+    /// Frames in quarantine.
+    #[must_use]
+    pub fn quarantined(&self) -> u32 {
+        self.quarantined
+    }
+
+    /// Counts `count` frames that the caller is about to create.
+    pub fn start_creating(&mut self, count: u32) {
+        self.creating += count;
+        self.peak = self.peak.max(self.held());
+    }
+
+    /// Takes back the count of `count` frames that were not created after all.
+    pub fn cancel_creating(&mut self, count: u32) {
+        self.creating -= count;
+    }
+
+    /// Enters a frame that was created, behind a page.
+    pub fn created(&mut self, handle: FrameHandle) -> FrameIndex {
+        self.creating -= 1;
+        self.held += 1;
+        let frame = Some(Frame { handle, place: Place::Mapped, users: Vec::new() });
+        match self.vacant.pop() {
+            Some(index) => {
+                self.frames[index as usize] = frame;
+                index
+            }
+            None => {
+                self.frames.push(frame);
+                (self.frames.len() - 1) as FrameIndex
+            }
+        }
+    }
+
+    /// The frame's handle.
+    #[must_use]
+    pub fn handle(&self, index: FrameIndex) -> FrameHandle {
+        self.frame(index).handle
+    }
+
+    /// Takes a free frame that `admit` allows, the latest freed first. `admit` is given what may
+    /// still use a frame and answers with what the next user must wait for.
+    pub fn take_free(
+        &mut self,
+        mut admit: impl FnMut(&[Ticket]) -> Option<Vec<Ticket>>,
+    ) -> Option<(FrameIndex, Vec<Ticket>)> {
+        let found = self.free.iter().enumerate().rev();
+        let (at, users) = found
+            .filter_map(|(at, index)| Some((at, admit(&self.frame(*index).users)?)))
+            .next()?;
+        let index = self.free.remove(at);
+        let frame = self.frame_mut(index);
+        frame.place = Place::Mapped;
+        frame.users.clear();
+        Some((index, users))
+    }
+
+    /// Puts a frame on the free list, with what may still use it.
+    pub fn put_free(&mut self, index: FrameIndex, users: Vec<Ticket>) {
+        let frame = self.frame_mut(index);
+        debug_assert_eq!(frame.place, Place::Mapped, "frame {index} freed twice");
+        frame.place = Place::Free;
+        frame.users = users;
+        self.free.push(index);
+    }
+
+    /// Forgets a frame that the caller releases to the driver, and gives its handle out.
+    pub fn remove(&mut self, index: FrameIndex) -> FrameHandle {
+        let frame = self.frames[index as usize].take().expect("a frame is removed once");
+        debug_assert_eq!(frame.place, Place::Mapped, "only a taken frame is removed");
+        self.vacant.push(index);
+        self.held -= 1;
+        frame.handle
+    }
+
+    /// Sets a frame aside for good. It still counts as held: the driver still has it.
+    pub fn quarantine(&mut self, index: FrameIndex) {
+        let frame = self.frame_mut(index);
+        debug_assert_ne!(frame.place, Place::Free, "a free frame is in a known state");
+        if frame.place != Place::Quarantined {
+            frame.place = Place::Quarantined;
+            self.quarantined += 1;
+        }
+    }
+
+    /// Counts a handle whose release failed: the driver may still have it.
+    pub fn quarantine_handle(&mut self, handle: FrameHandle) {
+        self.creating += 1;
+        let index = self.created(handle);
+        self.quarantine(index);
+    }
+
+    /// Every handle there is, for closing.
+    pub fn drain(&mut self) -> Vec<FrameHandle> {
+        self.free.clear();
+        self.vacant.clear();
+        self.held = 0;
+        self.frames.drain(..).flatten().map(|frame| frame.handle).collect()
+    }
+
+    /// Checks the table's invariant; for tests and debug builds.
+    #[must_use]
+    pub fn is_valid(&self) -> bool {
+        let count = |place| self.frames.iter().flatten().filter(|f| f.place == place).count();
+        count(Place::Free) == self.free.len()
+            && count(Place::Quarantined) == self.quarantined as usize
+            && self.frames.iter().flatten().count() == self.held as usize
+    }
+
+    fn frame(&self, index: FrameIndex) -> &Frame {
+        self.frames[index as usize].as_ref().expect("the index is of a frame that exists")
+    }
+
+    fn frame_mut(&mut self, index: FrameIndex) -> &mut Frame {
+        self.frames[index as usize].as_mut().expect("the index is of a frame that exists")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn frames_are_counted_wherever_they_are() {
+        let mut frames = Frames::default();
+        frames.start_creating(2);
+        assert_eq!(frames.held(), 2);
+        let one = frames.created(FrameHandle(1));
+        frames.cancel_creating(1);
+        assert_eq!((frames.held(), frames.peak()), (1, 2));
+        frames.put_free(one, vec![Ticket::new(1, 1)]);
+        assert!(frames.take_free(|users| users.is_empty().then(Vec::new)).is_none());
+        let (again, users) = frames.take_free(|users| Some(users.to_vec())).unwrap();
+        assert_eq!((again, users.len()), (one, 1));
+        assert_eq!(frames.remove(again), FrameHandle(1));
+        frames.quarantine_handle(FrameHandle(2));
+        assert_eq!((frames.held(), frames.quarantined()), (1, 1));
+        assert!(frames.is_valid());
+    }
+}

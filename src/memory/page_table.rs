@@ -1,0 +1,539 @@
+//! The record of a VBAR's pages: one atomic word a page, so that a hit takes no lock.
+//!
+//! A word holds the state (4 bits), the pins (16 bits) and the generation (44 bits). It is the
+//! truth about a page; the side fields next to it are written before the state that publishes them.
+//! This module moves words and tickets; it calls no driver, takes no lock and decides nothing.
+//!
+//! | from        | to                                | by                                       |
+//! |-------------|-----------------------------------|------------------------------------------|
+//! | Absent      | Claimed                           | a fault, under the device's lock         |
+//! | Claimed     | Issued, Resident, Absent          | the claimer: published, or undone        |
+//! | Issued      | Resident                          | whoever sees the ready fence passed      |
+//! | Issued, Resident | Evicting                 | the evictor, pins 0, under the lock      |
+//! | Evicting    | Absent, or back (undone)          | the evictor, when the mapping is gone    |
+//! | Claimed, Evicting | Quarantined                 | a failed undo; nothing leads out         |
+//!
+//! Drawing: `.` Absent, `f` Claimed, `i` Issued, `#` Resident, `P` pinned, `!` Evicting, `X`
+//! Quarantined, `h` HostMapped.
+
+use std::ops::Range;
+use std::sync::OnceLock;
+
+use crate::error::{Error, ErrorCode, Result};
+use crate::sync::{AcqRel, Acquire, AtomicU32, AtomicU64, Relaxed, Release};
+use crate::units::{Generation, PageIndex};
+
+/// State of a page.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[repr(u8)]
+pub enum PageState {
+    /// No frame.
+    Absent = 0,
+    /// One thread makes the driver calls that give it a frame.
+    Claimed = 1,
+    /// It has its frame; the bytes, or the frame's former users, are not known to be done.
+    Issued = 2,
+    /// It has its frame and everything before it is done.
+    Resident = 3,
+    /// Backed by host memory that the device reads over the link.
+    HostMapped = 4,
+    /// On its way out; its mapping may outlast its frame.
+    Evicting = 5,
+    /// A failed undo left it in a state that the driver alone knows; never used again.
+    Quarantined = 6,
+}
+
+impl PageState {
+    fn from_bits(bits: u64) -> Self {
+        match bits {
+            0 => Self::Absent,
+            1 => Self::Claimed,
+            2 => Self::Issued,
+            3 => Self::Resident,
+            4 => Self::HostMapped,
+            5 => Self::Evicting,
+            _ => Self::Quarantined,
+        }
+    }
+
+    /// Whether the device may read the page, after its ready fence.
+    #[must_use]
+    pub fn is_mapped(self) -> bool {
+        matches!(self, Self::Issued | Self::Resident)
+    }
+
+    fn may_become(self, next: Self) -> bool {
+        use PageState as S;
+        matches!(
+            (self, next),
+            (S::Absent, S::Claimed)
+                | (S::Claimed, S::Issued | S::Resident | S::Absent | S::Quarantined)
+                | (S::Issued, S::Resident | S::Evicting)
+                | (S::Resident, S::Evicting)
+                | (S::Evicting, S::Absent | S::Issued | S::Resident | S::Quarantined)
+        )
+    }
+}
+
+const STATE_BITS: u32 = 4;
+const PIN_BITS: u32 = 16;
+const PIN_ONE: u64 = 1 << STATE_BITS;
+const PIN_MAX: u64 = (1 << PIN_BITS) - 1;
+const GENERATION_SHIFT: u32 = STATE_BITS + PIN_BITS;
+
+/// A page's word, taken apart.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Word {
+    /// State.
+    pub state: PageState,
+    /// Pins; at most 65,535.
+    pub pins: u32,
+    /// Generation of the bytes, 0 before the first.
+    pub generation: Generation,
+}
+
+impl Word {
+    fn unpack(bits: u64) -> Self {
+        Self {
+            state: PageState::from_bits(bits & 0xF),
+            pins: ((bits >> STATE_BITS) & PIN_MAX) as u32,
+            generation: Generation(bits >> GENERATION_SHIFT),
+        }
+    }
+
+    fn pack(self) -> u64 {
+        self.state as u64
+            | (u64::from(self.pins) << STATE_BITS)
+            | (self.generation.0 << GENERATION_SHIFT)
+    }
+}
+
+/// The next generation of any page in the process: never 0, never given out twice.
+///
+/// 44 bits last for over a hundred years of 16 MiB pages at link speed.
+pub fn next_generation() -> Generation {
+    static NEXT: AtomicU64 = AtomicU64::new(1);
+    Generation(NEXT.fetch_add(1, Relaxed) & ((1 << 44) - 1))
+}
+
+/// A point on a stream: the slot of the stream and a sequence on it. Passed when the slot's passed
+/// sequence has reached it. Packed in 64 bits; 0 is [`Ticket::NONE`].
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub struct Ticket(u64);
+
+const SLOT_BITS: u32 = 10;
+
+impl Ticket {
+    /// Nothing to wait for.
+    pub const NONE: Self = Self(0);
+    /// A use that no fence can cover any more; only a wait for the whole context clears it.
+    pub const UNKNOWN: Self = Self(u64::MAX);
+
+    /// The point `sequence` (from 1) of stream slot `slot`.
+    #[must_use]
+    pub fn new(slot: u16, sequence: u64) -> Self {
+        debug_assert!(sequence > 0 && sequence < (1 << (64 - SLOT_BITS)) - 1);
+        debug_assert!(u64::from(slot) < (1 << SLOT_BITS) - 1);
+        Self(u64::from(slot) | (sequence << SLOT_BITS))
+    }
+
+    /// The stream slot.
+    #[must_use]
+    pub fn slot(self) -> u16 {
+        (self.0 & ((1 << SLOT_BITS) - 1)) as u16
+    }
+
+    /// The sequence on the slot.
+    #[must_use]
+    pub fn sequence(self) -> u64 {
+        self.0 >> SLOT_BITS
+    }
+
+    /// Whether there is nothing to wait for.
+    #[must_use]
+    pub fn is_none(self) -> bool {
+        self == Self::NONE
+    }
+}
+
+/// Readers that a page remembers apart; more are joined by an event.
+pub const READER_COUNT: usize = 4;
+
+/// One page: its word and the tickets of its users. A cache line, so that threads on neighbouring
+/// pages do not slow one another.
+#[repr(align(64))]
+#[derive(Default)]
+pub struct Page {
+    word: AtomicU64,
+    ready: AtomicU64,
+    readers: [AtomicU64; READER_COUNT],
+    /// Run epoch of the VBAR at the last forced release of pins.
+    forced_epoch: AtomicU32,
+    /// Index of the page's frame; written under the device's lock.
+    frame: AtomicU32,
+}
+
+/// What came of trying to pin a page.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Pin {
+    /// Pinned; the word before the pin.
+    Pinned(Word),
+    /// The page has no frame now; nothing was done.
+    Absent(Word),
+    /// The page has as many pins as can be counted; nothing was done.
+    Full,
+}
+
+impl Page {
+    /// The word now.
+    #[inline]
+    #[must_use]
+    pub fn word(&self) -> Word {
+        Word::unpack(self.word.load(Acquire))
+    }
+
+    /// Adds a pin if the page is mapped.
+    #[inline]
+    pub fn pin(&self) -> Pin {
+        let mut bits = self.word.load(Acquire);
+        loop {
+            let word = Word::unpack(bits);
+            if !word.state.is_mapped() {
+                return Pin::Absent(word);
+            }
+            if u64::from(word.pins) == PIN_MAX {
+                return Pin::Full;
+            }
+            match self.word.compare_exchange_weak(bits, bits + PIN_ONE, AcqRel, Acquire) {
+                Ok(_) => return Pin::Pinned(word),
+                Err(now) => bits = now,
+            }
+        }
+    }
+
+    /// Takes a pin back that was made in run `epoch`. The user's stamp is on the page already.
+    ///
+    /// # Errors
+    /// `StaleToken` when the pins were taken back by force since; nothing is done then.
+    #[inline]
+    pub fn unpin(&self, epoch: u32) -> Result<()> {
+        let mut bits = self.word.load(Acquire);
+        loop {
+            // A forced release raises this field first and changes the generation in the word
+            // after, so a pin of a later run can never be taken for ours.
+            if self.forced_epoch.load(Acquire) > epoch {
+                return Err(Error::new(ErrorCode::StaleToken, "the pins were released by force"));
+            }
+            if Word::unpack(bits).pins == 0 {
+                return Err(Error::new(ErrorCode::Internal, "unpin of a page without pins"));
+            }
+            match self.word.compare_exchange_weak(bits, bits - PIN_ONE, AcqRel, Acquire) {
+                Ok(_) => return Ok(()),
+                Err(now) => bits = now,
+            }
+        }
+    }
+
+    /// Takes all pins back, which makes the tokens of runs before `epoch` stale. The bytes get a
+    /// new generation, since a stale holder may have written to them. Returns the pins taken.
+    pub fn force_unpin(&self, epoch: u32) -> u32 {
+        if self.word().pins == 0 {
+            return 0;
+        }
+        self.forced_epoch.store(epoch, Release);
+        let mut taken = 0;
+        self.update(|word| {
+            taken = word.pins;
+            Word { pins: 0, generation: next_generation(), ..word }
+        });
+        taken
+    }
+
+    /// Claims an absent page, or says what it is instead.
+    pub fn claim(&self) -> std::result::Result<(), Word> {
+        let word = self.word();
+        if word.state != PageState::Absent {
+            return Err(word);
+        }
+        self.exchange(word, Word { state: PageState::Claimed, ..word })
+    }
+
+    /// Publishes a claimed page with a new generation and `pins` pins. Its frame, tickets and
+    /// mapping are in place.
+    pub fn publish(&self, state: PageState, pins: u32, ready: Ticket) -> Generation {
+        let generation = next_generation();
+        self.ready.store(ready.0, Relaxed);
+        for reader in &self.readers {
+            reader.store(0, Relaxed);
+        }
+        self.update(|word| {
+            debug_assert!(word.state.may_become(state), "{:?} to {state:?}", word.state);
+            Word { state, pins, generation }
+        });
+        generation
+    }
+
+    /// Starts to evict a mapped page without pins, or says what it is instead.
+    pub fn start_evicting(&self) -> std::result::Result<(), Word> {
+        loop {
+            let word = self.word();
+            if !word.state.is_mapped() || word.pins > 0 {
+                return Err(word);
+            }
+            if self.exchange(word, Word { state: PageState::Evicting, ..word }).is_ok() {
+                return Ok(());
+            }
+        }
+    }
+
+    /// Moves a page that this thread owns (Claimed or Evicting) to `state`, keeping the rest.
+    ///
+    /// # Panics
+    /// In debug builds, on a transition that the table of this module does not have.
+    pub fn settle(&self, state: PageState) {
+        self.update(|word| {
+            debug_assert!(word.state.may_become(state), "{:?} to {state:?}", word.state);
+            Word { state, ..word }
+        });
+    }
+
+    /// Notes that the ready fence has passed: later hits need not ask.
+    #[inline]
+    pub fn note_ready(&self) {
+        let mut bits = self.word.load(Acquire);
+        loop {
+            let word = Word::unpack(bits);
+            if word.state != PageState::Issued {
+                return;
+            }
+            let next = Word { state: PageState::Resident, ..word }.pack();
+            match self.word.compare_exchange_weak(bits, next, AcqRel, Acquire) {
+                Ok(_) => return,
+                Err(now) => bits = now,
+            }
+        }
+    }
+
+    /// The ticket after which the page's bytes may be used.
+    #[inline]
+    #[must_use]
+    pub fn ready(&self) -> Ticket {
+        Ticket(self.ready.load(Acquire))
+    }
+
+    /// Sets the ready ticket of a page that the caller has pinned.
+    pub fn set_ready(&self, ticket: Ticket) {
+        self.ready.store(ticket.0, Release);
+    }
+
+    /// Remembers a use up to `ticket`. Returns false when the page remembers four other streams
+    /// already, whose uses `passed` does not know to be over; nothing was done then.
+    #[inline]
+    pub fn stamp(&self, ticket: Ticket, passed: impl Fn(Ticket) -> bool) -> bool {
+        for reader in &self.readers {
+            let mut bits = reader.load(Acquire);
+            loop {
+                let old = Ticket(bits);
+                let same = old != Ticket::UNKNOWN && old.slot() == ticket.slot();
+                if !old.is_none() && same && old.sequence() >= ticket.sequence() {
+                    return true;
+                }
+                if !(old.is_none() || same || passed(old)) {
+                    break;
+                }
+                match reader.compare_exchange_weak(bits, ticket.0, AcqRel, Acquire) {
+                    Ok(_) => return true,
+                    Err(now) => bits = now,
+                }
+            }
+        }
+        false
+    }
+
+    /// Replaces one remembered use by another that comes after it, or notes that it is unknown.
+    pub fn replace_stamp(&self, old: Ticket, new: Ticket) -> bool {
+        self.readers
+            .iter()
+            .any(|reader| reader.compare_exchange(old.0, new.0, AcqRel, Acquire).is_ok())
+    }
+
+    /// All tickets that must pass before the frame may be used otherwise: ready and readers.
+    #[must_use]
+    pub fn users(&self) -> Vec<Ticket> {
+        std::iter::once(&self.ready)
+            .chain(&self.readers)
+            .map(|ticket| Ticket(ticket.load(Acquire)))
+            .filter(|ticket| !ticket.is_none())
+            .collect()
+    }
+
+    /// Index of the page's frame, meaningful while it is mapped or evicting.
+    #[must_use]
+    pub fn frame(&self) -> u32 {
+        self.frame.load(Acquire)
+    }
+
+    /// Notes the page's frame; under the device's lock.
+    pub fn set_frame(&self, frame: u32) {
+        self.frame.store(frame, Release);
+    }
+
+    fn exchange(&self, from: Word, to: Word) -> std::result::Result<(), Word> {
+        self.word
+            .compare_exchange(from.pack(), to.pack(), AcqRel, Acquire)
+            .map(|_| ())
+            .map_err(Word::unpack)
+    }
+
+    fn update(&self, mut change: impl FnMut(Word) -> Word) {
+        let mut bits = self.word.load(Acquire);
+        loop {
+            let next = change(Word::unpack(bits)).pack();
+            match self.word.compare_exchange_weak(bits, next, AcqRel, Acquire) {
+                Ok(_) => return,
+                Err(now) => bits = now,
+            }
+        }
+    }
+}
+
+const CHUNK: usize = 256;
+
+/// The pages of one VBAR. Chunks are made when first touched, so that a VBAR far larger than the
+/// device costs nothing.
+pub struct PageTable {
+    chunks: Box<[OnceLock<Box<[Page; CHUNK]>>]>,
+    page_count: u32,
+}
+
+impl PageTable {
+    /// A table of `page_count` absent pages.
+    #[must_use]
+    pub fn new(page_count: u32) -> Self {
+        let chunk_count = (page_count as usize).div_ceil(CHUNK);
+        Self { chunks: (0..chunk_count).map(|_| OnceLock::new()).collect(), page_count }
+    }
+
+    /// Pages in the table.
+    #[must_use]
+    pub fn page_count(&self) -> u32 {
+        self.page_count
+    }
+
+    /// One page.
+    ///
+    /// # Panics
+    /// Past the end; callers have checked their range.
+    #[inline]
+    #[must_use]
+    pub fn page(&self, index: PageIndex) -> &Page {
+        let chunk = &self.chunks[index.0 as usize / CHUNK];
+        let pages = chunk.get_or_init(|| Box::new(std::array::from_fn(|_| Page::default())));
+        &pages[index.0 as usize % CHUNK]
+    }
+
+    /// The pages of a range, with their indexes.
+    pub fn pages(&self, range: Range<u32>) -> impl Iterator<Item = (PageIndex, &Page)> {
+        range.map(|index| (PageIndex(index), self.page(PageIndex(index))))
+    }
+
+    /// The words of all pages in a chunk that was ever touched; the others are absent.
+    pub fn touched(&self) -> impl Iterator<Item = (PageIndex, &Page)> {
+        self.chunks.iter().enumerate().filter_map(|(at, chunk)| Some((at, chunk.get()?))).flat_map(
+            move |(at, pages)| {
+                let first = (at * CHUNK) as u32;
+                let all = pages.iter().enumerate();
+                all.map(move |(i, page)| (PageIndex(first + i as u32), page))
+                    .filter(|(index, _)| index.0 < self.page_count)
+            },
+        )
+    }
+}
+
+/// One character for a page, as in this module's table.
+#[must_use]
+pub fn draw(word: Word) -> char {
+    match word.state {
+        PageState::Absent => '.',
+        PageState::Claimed => 'f',
+        PageState::Issued | PageState::Resident if word.pins > 0 => 'P',
+        PageState::Issued => 'i',
+        PageState::Resident => '#',
+        PageState::HostMapped => 'h',
+        PageState::Evicting => '!',
+        PageState::Quarantined => 'X',
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn resident() -> Page {
+        let page = Page::default();
+        page.claim().unwrap();
+        page.publish(PageState::Resident, 0, Ticket::NONE);
+        page
+    }
+
+    #[test]
+    fn only_mapped_pages_take_pins() {
+        let page = Page::default();
+        assert!(matches!(page.pin(), Pin::Absent(_)));
+        let page = resident();
+        assert!(matches!(page.pin(), Pin::Pinned(_)));
+        assert_eq!(page.start_evicting().unwrap_err().pins, 1);
+        page.unpin(0).unwrap();
+        assert_eq!(page.unpin(0).unwrap_err().code(), ErrorCode::Internal);
+        page.start_evicting().unwrap();
+        page.settle(PageState::Absent);
+        assert_eq!(draw(page.word()), '.');
+    }
+
+    #[test]
+    fn pins_end_at_what_can_be_counted() {
+        let page = resident();
+        for _ in 0..PIN_MAX {
+            assert!(matches!(page.pin(), Pin::Pinned(_)));
+        }
+        assert_eq!(page.pin(), Pin::Full);
+        assert_eq!(page.word().state, PageState::Resident);
+    }
+
+    #[test]
+    fn a_forced_release_makes_old_pins_stale_and_new_ones_safe() {
+        let page = resident();
+        page.pin();
+        let before = page.word().generation;
+        assert_eq!(page.force_unpin(1), 1);
+        assert_ne!(page.word().generation, before);
+        page.pin();
+        assert_eq!(page.unpin(0).unwrap_err().code(), ErrorCode::StaleToken);
+        assert_eq!(page.word().pins, 1);
+        page.unpin(1).unwrap();
+    }
+
+    #[test]
+    fn stamps_of_one_stream_share_a_place() {
+        let page = resident();
+        let never = |_| false;
+        for sequence in 1..=9 {
+            assert!(page.stamp(Ticket::new(1, sequence), never));
+        }
+        assert_eq!(page.users(), [Ticket::new(1, 9)]);
+        for slot in 2..=4 {
+            assert!(page.stamp(Ticket::new(slot, 1), never));
+        }
+        assert!(!page.stamp(Ticket::new(5, 1), never));
+        assert!(page.stamp(Ticket::new(5, 1), |old| old.slot() == 3));
+        assert!(page.replace_stamp(Ticket::new(5, 1), Ticket::UNKNOWN));
+        assert!(page.users().contains(&Ticket::UNKNOWN));
+    }
+
+    #[test]
+    fn a_large_table_is_made_only_where_it_is_touched() {
+        let table = PageTable::new(1 << 20);
+        let _ = table.page(PageIndex((1 << 20) - 1));
+        assert_eq!(table.touched().count(), CHUNK);
+    }
+}

@@ -1,0 +1,400 @@
+//! Carrying out a plan: the driver calls that put frames behind pages, and their undoing.
+//!
+//! No lock is held. Everything up to the commit point can be undone: with aliasing the victims keep
+//! their mappings until the new ones stand, so a failure leaves every page as it was. After the
+//! commit point only the fill can fail; its pages go back to Absent when the fill stream is done
+//! with them. What cannot be undone is quarantined, counted and logged.
+
+use std::sync::Arc;
+
+use super::Pager;
+use super::plan::{Claim, Take, Victim, note_eviction};
+use super::state::{Lingering, LingeringFrame};
+use crate::copy::fill::{FillJob, Filler};
+use crate::counters;
+use crate::driver::{DriverError, DriverResult, FrameHandle};
+use crate::error::{Error, ErrorCode, Result};
+use crate::memory::frames::FrameIndex;
+use crate::memory::page_table::{PageState, Ticket};
+use crate::options::Eviction;
+use crate::outcome::Reason;
+use crate::sync::fence::StreamSlot;
+use crate::units::Stream;
+
+/// Attempts at a call that returned a transient code, the first one included.
+const ATTEMPTS: u32 = 4;
+
+/// Why a plan was not carried out. Everything is as it was.
+pub(super) enum Failure {
+    /// The driver has no memory although the budget allows it, or was not ready for too long.
+    Pressure,
+    /// No more mappings.
+    Mappings,
+    /// Anything else.
+    Error(Error),
+}
+
+/// Who writes the new bytes, and so waits for the frames' former users.
+#[derive(Clone, Copy)]
+pub(super) struct Writer {
+    pub(super) stream: Stream,
+    pub(super) slot: Option<StreamSlot>,
+}
+
+/// A claim with its frame in hand.
+struct Placed {
+    claim: Claim,
+    handle: FrameHandle,
+    /// Index in the table; `None` for a handle that was created and not entered yet.
+    frame: Option<FrameIndex>,
+    mapped: bool,
+}
+
+impl Pager {
+    /// Gives every claim its frame, orders the writer behind the frames' former users, fills bound
+    /// pages and publishes. On success the pages are pinned as the claims say.
+    pub(super) fn act(&self, claims: Vec<Claim>, writer: Option<Writer>) -> std::result::Result<(), Failure> {
+        let strict = self.device.options.eviction == Eviction::Strict;
+        let mut placed = self.place(claims)?;
+        let done = if strict { self.unmap_victims_first(&mut placed) } else { Ok(()) }
+            .and_then(|()| self.create_missing(&mut placed))
+            .and_then(|()| self.map_all(&mut placed))
+            .and_then(|()| self.order_writers(&placed, writer));
+        if let Err(failure) = done {
+            self.undo(placed);
+            return Err(failure);
+        }
+        self.commit(placed, writer)
+    }
+
+    fn place(&self, claims: Vec<Claim>) -> std::result::Result<Vec<Placed>, Failure> {
+        let state = self.state.lock();
+        let placed = claims.into_iter().map(|claim| {
+            let frame = match &claim.take {
+                Take::Free(frame) => Some(*frame),
+                Take::Victim(victim) => Some(victim.frame),
+                Take::Create => None,
+            };
+            let handle = frame.map_or(FrameHandle(0), |frame| state.handle(frame));
+            Placed { claim, handle, frame, mapped: false }
+        });
+        Ok(placed.collect())
+    }
+
+    /// Strict eviction: the old mapping goes before the new one comes. The page is absent from
+    /// here on; when a later step fails its frame goes to the free list.
+    fn unmap_victims_first(&self, placed: &mut [Placed]) -> std::result::Result<(), Failure> {
+        for entry in placed {
+            let Take::Victim(victim) = &entry.claim.take else { continue };
+            let frame = victim.frame;
+            if let Err(error) = self.unmap(victim) {
+                return Err(self.failure(error));
+            }
+            victim.entry().settle(PageState::Absent);
+            entry.claim.take = Take::Free(frame);
+            counters::add(&self.device.counters.pages_evicted, 1);
+        }
+        Ok(())
+    }
+
+    fn create_missing(&self, placed: &mut [Placed]) -> std::result::Result<(), Failure> {
+        let (driver, page_bytes) = (&self.device.driver, self.page_bytes());
+        for entry in placed.iter_mut().filter(|entry| entry.frame.is_none()) {
+            let created = self.retry(|| driver.mem_create(self.device.ordinal, page_bytes));
+            entry.handle = created.map_err(|error| self.failure(error))?;
+            entry.frame = Some(self.state.lock().frames.created(entry.handle));
+        }
+        Ok(())
+    }
+
+    /// Maps every frame, then gives access over runs of neighbouring pages in one call each.
+    fn map_all(&self, placed: &mut [Placed]) -> std::result::Result<(), Failure> {
+        let (driver, page_bytes) = (&self.device.driver, self.page_bytes());
+        for entry in placed.iter_mut() {
+            let address = entry.claim.bar.address(entry.claim.page);
+            self.retry(|| driver.mem_map(address, page_bytes, entry.handle))
+                .map_err(|error| self.failure(error))?;
+            entry.mapped = true;
+        }
+        let mut start = 0;
+        while start < placed.len() {
+            let first = &placed[start].claim;
+            let neighbours = placed[start..].iter().zip(0..).take_while(|(entry, step)| {
+                entry.claim.bar.id == first.bar.id && entry.claim.page.0 == first.page.0 + step
+            });
+            let count = neighbours.count();
+            let (address, bytes) = (first.bar.address(first.page), count as u64 * page_bytes);
+            self.retry(|| driver.mem_set_access(address, bytes, &[self.device.ordinal]))
+                .map_err(|error| self.failure(error))?;
+            start += count;
+        }
+        Ok(())
+    }
+
+    /// Orders whoever writes the new bytes behind everything that still uses the frames.
+    fn order_writers(
+        &self,
+        placed: &[Placed],
+        writer: Option<Writer>,
+    ) -> std::result::Result<(), Failure> {
+        for entry in placed {
+            let Some(writer) = self.writer_of(&entry.claim, writer)? else { continue };
+            for user in &entry.claim.users {
+                let slot = writer.slot.expect("frames in use are only taken for a stream");
+                let ordered = self.device.fences.stream_wait(writer.stream, slot, *user);
+                if !ordered.map_err(|error| Failure::Error(self.device.note(error)))? {
+                    let text = "a frame in use was taken although no fence covers its user";
+                    return Err(Failure::Error(Error::new(ErrorCode::Internal, text)));
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn writer_of(
+        &self,
+        claim: &Claim,
+        caller: Option<Writer>,
+    ) -> std::result::Result<Option<Writer>, Failure> {
+        if claim.users.is_empty() {
+            return Ok(None);
+        }
+        if claim.bar.bound().is_none() {
+            return Ok(caller);
+        }
+        let filler = self.filler().map_err(Failure::Error)?;
+        let (stream, slot) = filler.stream();
+        Ok(Some(Writer { stream, slot: Some(slot) }))
+    }
+
+    /// The commit point: victims lose their pages, claims are filled and published.
+    fn commit(
+        &self,
+        placed: Vec<Placed>,
+        writer: Option<Writer>,
+    ) -> std::result::Result<(), Failure> {
+        counters::add(&self.device.counters.pages_mapped, placed.len() as u64);
+        let mut lingering = Vec::new();
+        for entry in &placed {
+            if let Take::Victim(victim) = &entry.claim.take {
+                counters::add(&self.device.counters.pages_evicted, 1);
+                self.part_with_victim(victim, &entry.claim.users, &mut lingering);
+            }
+        }
+        self.state.lock().lingering.extend(lingering);
+        let mut first_error = None;
+        let mut cleared = Cleared::default();
+        for entry in placed {
+            let frame = entry.frame.expect("every claim has its frame now");
+            let ready = match first_error {
+                None => self.make_ready(&entry.claim, writer, &mut cleared),
+                Some(_) => Err(None),
+            };
+            match ready {
+                Ok(ticket) => self.publish(&entry.claim, frame, ticket),
+                Err(error) => {
+                    self.withdraw(&entry.claim, frame);
+                    first_error = first_error.or(error);
+                }
+            }
+        }
+        self.changed.notify_all();
+        first_error.map_or(Ok(()), |error| Err(Failure::Error(error)))
+    }
+
+    /// The old mapping goes now if its users have passed, else when they have.
+    fn part_with_victim(&self, victim: &Victim, users: &[Ticket], lingering: &mut Vec<Lingering>) {
+        if users.is_empty() {
+            match self.unmap(victim) {
+                Ok(()) => victim.entry().settle(PageState::Absent),
+                Err(error) => self.quarantine_page(victim, &error),
+            }
+            return;
+        }
+        counters::add(&self.device.counters.pages_aliased, 1);
+        lingering.push(Lingering {
+            bar: Arc::clone(&victim.bar),
+            page: victim.page,
+            users: users.to_vec(),
+            frame: LingeringFrame::Moved,
+        });
+    }
+
+    /// The ticket after which the page may be used: of the fill, or of the frame's former users.
+    /// `Err(None)` is a page that was not tried because an earlier one failed.
+    fn make_ready(
+        &self,
+        claim: &Claim,
+        caller: Option<Writer>,
+        cleared: &mut Cleared,
+    ) -> std::result::Result<Ticket, Option<Error>> {
+        if let Some(bound) = claim.bar.bound() {
+            let start = claim.bar.page_size.offset_of(claim.page);
+            let target = start..start + self.page_bytes();
+            let job = FillJob { bound, base: claim.bar.space.base, target };
+            return self.filler().and_then(|filler| filler.fill(&job)).map_err(Some);
+        }
+        if claim.users.is_empty() {
+            return Ok(Ticket::NONE);
+        }
+        // Another allocation in the same page may be written through another stream: that one has
+        // to wait for the frame's former users as well, which the caller's stream does already.
+        if let Some(ticket) = cleared.ticket {
+            return Ok(ticket);
+        }
+        let Writer { stream, slot } = caller.expect("frames in use are only taken for a stream");
+        let slot = slot.expect("frames in use are only taken for a stream");
+        let ticket = self.device.fences.record(stream, slot);
+        let ticket = ticket.map_err(|error| Some(self.device.note(error)))?;
+        cleared.ticket = Some(ticket);
+        Ok(ticket)
+    }
+
+    fn publish(&self, claim: &Claim, frame: FrameIndex, ready: Ticket) {
+        let page = claim.entry();
+        page.set_frame(frame);
+        let state =
+            if ready.is_none() { PageState::Resident } else { PageState::Issued };
+        page.publish(state, claim.pins, ready);
+        self.state.lock().add_resident(claim.bar.id, claim.page, claim.streams);
+    }
+
+    /// Takes a committed page back whose bytes did not arrive. Copies may be under way to it.
+    fn withdraw(&self, claim: &Claim, frame: FrameIndex) {
+        let users = match self.filler().and_then(Filler::fence) {
+            Ok(ticket) => vec![ticket],
+            Err(_) => vec![Ticket::UNKNOWN],
+        };
+        let page = claim.entry();
+        page.set_frame(frame);
+        page.publish(PageState::Issued, 0, Ticket::NONE);
+        let evicting = page.start_evicting();
+        debug_assert!(evicting.is_ok(), "the page was ours");
+        let lingering = Lingering {
+            bar: Arc::clone(&claim.bar),
+            page: claim.page,
+            users,
+            frame: LingeringFrame::Free(frame),
+        };
+        self.state.lock().lingering.push(lingering);
+    }
+
+    /// Undoes everything before the commit point.
+    fn undo(&self, placed: Vec<Placed>) {
+        let now = self.device.fences.now();
+        for entry in placed {
+            let Placed { claim, handle, frame, mapped } = entry;
+            let lost = mapped && self.undo_mapping(&claim);
+            let mut state = self.state.lock();
+            match (&claim.take, frame) {
+                (Take::Victim(victim), _) => {
+                    let bar = state.bar(victim.bar.id);
+                    let was_full = bar.watermark;
+                    victim.entry().settle(PageState::Issued);
+                    state.add_resident(victim.bar.id, victim.page, false);
+                    let _ = (was_full, now);
+                }
+                (Take::Free(frame), _) if lost => state.frames.quarantine(*frame),
+                (Take::Free(frame), _) => state.frames.put_free(*frame, claim.users.clone()),
+                (Take::Create, None) => state.frames.cancel_creating(1),
+                (Take::Create, Some(frame)) if lost => state.frames.quarantine(frame),
+                (Take::Create, Some(frame)) => {
+                    state.frames.remove(frame);
+                    drop(state);
+                    self.release_handle(handle);
+                }
+            }
+            if !lost {
+                claim.entry().settle(PageState::Absent);
+            }
+        }
+        self.changed.notify_all();
+    }
+
+    /// Removes a mapping that was made for a claim. Returns whether that failed, and the page is
+    /// in quarantine.
+    fn undo_mapping(&self, claim: &Claim) -> bool {
+        let address = claim.bar.address(claim.page);
+        let driver = &self.device.driver;
+        let Err(error) = self.retry(|| driver.mem_unmap(address, self.page_bytes())) else {
+            return false;
+        };
+        self.note_quarantine(claim.bar.id, claim.page, &error);
+        claim.entry().settle(PageState::Quarantined);
+        true
+    }
+
+    /// Unmaps a page whose users have passed.
+    pub(super) fn unmap(&self, victim: &Victim) -> DriverResult<()> {
+        let address = victim.bar.address(victim.page);
+        self.retry(|| self.device.driver.mem_unmap(address, self.page_bytes()))
+    }
+
+    /// Gives a handle back to the driver; sets it aside when that fails.
+    pub(super) fn release_handle(&self, handle: FrameHandle) {
+        if let Err(error) = self.retry(|| self.device.driver.mem_release(handle)) {
+            log::error!("frame {:#x} is quarantined: {error}", handle.0);
+            self.device.note(error.into());
+            self.state.lock().frames.quarantine_handle(handle);
+        }
+    }
+
+    /// An evicted page whose mapping cannot be removed: its addresses are lost.
+    pub(super) fn quarantine_page(&self, victim: &Victim, error: &DriverError) {
+        self.note_quarantine(victim.bar.id, victim.page, error);
+        victim.entry().settle(PageState::Quarantined);
+    }
+
+    fn note_quarantine(&self, bar: u32, page: crate::units::PageIndex, error: &DriverError) {
+        log::error!("page {page} of VBAR {bar} is quarantined: {error}");
+        self.device.note(Error::from(*error));
+        self.state.lock().quarantined_pages += 1;
+    }
+
+    /// Tries a call again when its code is transient: at once, then after 50 us, then after 1 ms.
+    pub(super) fn retry<T>(&self, mut call: impl FnMut() -> DriverResult<T>) -> DriverResult<T> {
+        let mut attempt = 1;
+        loop {
+            match call() {
+                Err(error) if error.code.is_transient() && attempt < ATTEMPTS => {
+                    counters::add(&self.device.counters.driver_retries, 1);
+                    let pauses = [0, 50, 1000];
+                    let pause = pauses[(attempt - 1) as usize];
+                    std::thread::sleep(std::time::Duration::from_micros(pause));
+                    attempt += 1;
+                }
+                answer => return answer,
+            }
+        }
+    }
+
+    fn failure(&self, error: DriverError) -> Failure {
+        if error.code.is_transient() {
+            return Failure::Pressure;
+        }
+        if error.code == crate::driver::DriverCode::OPERATING_SYSTEM && error.call == "cuMemMap" {
+            return Failure::Mappings;
+        }
+        Failure::Error(self.device.note(error.into()))
+    }
+}
+
+/// The fence behind which the frames of one request are clear of their former users.
+#[derive(Default)]
+struct Cleared {
+    ticket: Option<Ticket>,
+}
+
+impl Failure {
+    /// The refusal that the failure amounts to, or the error.
+    pub(super) fn into_reason(self) -> Result<Reason> {
+        match self {
+            Self::Pressure => Ok(Reason::DriverMemory),
+            Self::Mappings => Ok(Reason::Mappings),
+            Self::Error(error) => Err(error),
+        }
+    }
+}
+
+#[expect(unused_imports, reason = "named by the module's text")]
+use note_eviction as _;

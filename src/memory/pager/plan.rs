@@ -1,0 +1,457 @@
+//! The plan of a fault: which pages to give a frame, and where each frame comes from.
+//!
+//! Made under the device's lock, for the whole request at once: either every page of every range
+//! gets its frame or nothing has changed. Resident pages are pinned first, so that they cannot be
+//! taken as victims of the same request. Order of taking: a free frame whose users have passed, a
+//! new frame under the budget, a free frame still in use, then victims by rank. Short queries of
+//! events are the only driver calls here; none of them waits.
+
+use std::ops::Range;
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::state::State;
+use crate::error::{Error, ErrorCode, Result};
+use crate::memory::frames::FrameIndex;
+use crate::memory::page_table::{Page, PageState, Pin, Ticket};
+use crate::memory::policy::{Rank, streaming_page_count};
+use crate::memory::vbar::Bar;
+use crate::outcome::{Reason, WaitKind};
+use crate::sync::device::Device;
+use crate::sync::fence::Cover;
+use crate::units::PageIndex;
+
+/// One range of a request.
+pub(super) struct Item<'a> {
+    pub(super) bar: &'a Arc<Bar>,
+    pub(super) pages: Range<u32>,
+}
+
+/// A page to be given a frame.
+pub(super) struct Claim {
+    pub(super) bar: Arc<Bar>,
+    pub(super) page: PageIndex,
+    /// Pins that the request makes on it: one for each of its ranges that touches the page.
+    pub(super) pins: u32,
+    pub(super) take: Take,
+    /// Work that may still use the frame: the new bytes come after it.
+    pub(super) users: Vec<Ticket>,
+    /// The page goes through a streaming frame.
+    pub(super) streams: bool,
+}
+
+impl Claim {
+    pub(super) fn entry(&self) -> &Page {
+        self.bar.table.page(self.page)
+    }
+}
+
+/// Where a claim's frame comes from.
+pub(super) enum Take {
+    /// From the free list.
+    Free(FrameIndex),
+    /// To be created.
+    Create,
+    /// From a page, which is Evicting from now on.
+    Victim(Victim),
+}
+
+/// A page that loses its frame.
+pub(super) struct Victim {
+    pub(super) bar: Arc<Bar>,
+    pub(super) page: PageIndex,
+    pub(super) frame: FrameIndex,
+}
+
+impl Victim {
+    pub(super) fn entry(&self) -> &Page {
+        self.bar.table.page(self.page)
+    }
+}
+
+/// Which frames a request can use.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Usable {
+    /// Any whose users a stream can wait for.
+    Recorded,
+    /// Only those whose users have passed.
+    Passed,
+}
+
+/// What planning came to.
+pub(super) enum Planned {
+    /// Every page was resident and is pinned.
+    Ready,
+    /// The claims are made; the resident pages of the request are pinned.
+    Act(Vec<Claim>),
+    /// Nothing has changed; ask again when this has moved.
+    Wait(WaitKind),
+    /// Nothing has changed; frames could be had after a wait for the whole context.
+    ContextWait,
+    /// Nothing has changed: offloaded.
+    Refuse(Reason),
+}
+
+/// Plans a request.
+pub(super) fn plan(
+    state: &mut State,
+    device: &Device,
+    items: &[Item<'_>],
+    usable: Usable,
+    now: Duration,
+) -> Result<Planned> {
+    let (pinned, wanted) = match pin_resident(items)? {
+        Walk::Pages { pinned, wanted } => (pinned, wanted),
+        Walk::Wait(kind) => return Ok(Planned::Wait(kind)),
+        Walk::Refuse(reason) => return Ok(Planned::Refuse(reason)),
+    };
+    if wanted.is_empty() {
+        return Ok(Planned::Ready);
+    }
+    let refused = below_watermark(state, device, &wanted, now)
+        .and_then(|()| take_frames(state, device, items, &wanted, usable));
+    match refused {
+        Ok(claims) => Ok(Planned::Act(claims)),
+        Err(stop) => {
+            undo_pins(&pinned);
+            match stop {
+                Stop::Refuse(reason) => Ok(Planned::Refuse(reason)),
+                Stop::ContextWait => Ok(Planned::ContextWait),
+                Stop::Wait(kind) => Ok(Planned::Wait(kind)),
+                Stop::Error(error) => Err(error),
+            }
+        }
+    }
+}
+
+enum Stop {
+    Refuse(Reason),
+    ContextWait,
+    Wait(WaitKind),
+    Error(Error),
+}
+
+impl From<Error> for Stop {
+    fn from(error: Error) -> Self {
+        Self::Error(error)
+    }
+}
+
+type PageOf<'a> = (&'a Arc<Bar>, PageIndex);
+
+enum Walk<'a> {
+    Pages { pinned: Vec<PageOf<'a>>, wanted: Vec<(PageOf<'a>, u32)> },
+    Wait(WaitKind),
+    Refuse(Reason),
+}
+
+/// Pins what is resident and lists what is absent, with the pins that it will get.
+fn pin_resident<'a>(items: &[Item<'a>]) -> Result<Walk<'a>> {
+    let mut pinned: Vec<PageOf<'a>> = Vec::new();
+    let mut wanted: Vec<(PageOf<'a>, u32)> = Vec::new();
+    for item in items {
+        for (index, page) in item.bar.table.pages(item.pages.clone()) {
+            let stop = match page.pin() {
+                Pin::Pinned(_) => {
+                    pinned.push((item.bar, index));
+                    continue;
+                }
+                Pin::Full => {
+                    undo_pins(&pinned);
+                    let text = format!("page {index} has 65535 pins");
+                    return Err(Error::new(ErrorCode::TooManyPins, text));
+                }
+                Pin::Absent(word) => match word.state {
+                    PageState::Absent => {
+                        let same = |((bar, at), _): &&mut (PageOf<'_>, u32)| {
+                            bar.id == item.bar.id && *at == index
+                        };
+                        // Pages repeat only when ranges of one request share a page.
+                        let again = if items.len() > 1 { wanted.iter_mut().find(same) } else { None };
+                        match again {
+                            Some((_, pins)) => *pins += 1,
+                            None => wanted.push(((item.bar, index), 1)),
+                        }
+                        continue;
+                    }
+                    PageState::Quarantined => Walk::Refuse(Reason::Quarantined),
+                    PageState::Evicting => Walk::Wait(WaitKind::OldMapping),
+                    _ => Walk::Wait(WaitKind::Claim),
+                },
+            };
+            undo_pins(&pinned);
+            return Ok(stop);
+        }
+    }
+    Ok(Walk::Pages { pinned, wanted })
+}
+
+/// Takes back pins that protected pages during planning: nobody has used them, so no stamp.
+pub(super) fn undo_pins(pinned: &[PageOf<'_>]) {
+    for (bar, page) in pinned {
+        // A pin taken back by a forced end of run meanwhile is gone, which is as good.
+        let _ = bar.table.page(*page).unpin(bar.run_epoch());
+    }
+}
+
+fn below_watermark(
+    state: &mut State,
+    device: &Device,
+    wanted: &[(PageOf<'_>, u32)],
+    now: Duration,
+) -> std::result::Result<(), Stop> {
+    let page_bytes = device.options.page_size.bytes();
+    let surplus = state.creatable(page_bytes) + state.frames.free_count();
+    for ((bar, page), _) in wanted {
+        let entry = state.bar_mut(bar.id);
+        if bar.bound().is_some() || page.0 < entry.watermark {
+            continue;
+        }
+        let healed = entry.healing.observe(now, surplus);
+        entry.watermark = entry.watermark.saturating_add(healed).min(bar.table.page_count());
+        if page.0 >= entry.watermark {
+            return Err(Stop::Refuse(Reason::AboveWatermark));
+        }
+    }
+    Ok(())
+}
+
+/// Finds a frame for every wanted page, or gives back what it took.
+fn take_frames(
+    state: &mut State,
+    device: &Device,
+    items: &[Item<'_>],
+    wanted: &[(PageOf<'_>, u32)],
+    usable: Usable,
+) -> std::result::Result<Vec<Claim>, Stop> {
+    let needed = wanted.len();
+    let page_bytes = device.options.page_size.bytes();
+    let mut takes: Vec<(Take, Vec<Ticket>)> = Vec::with_capacity(needed);
+    let passed = |users: &[Ticket]| {
+        users.iter().all(|user| device.fences.known_passed(*user)).then(Vec::new)
+    };
+    while takes.len() < needed {
+        let Some((frame, users)) = state.frames.take_free(passed) else { break };
+        takes.push((Take::Free(frame), users));
+    }
+    let created = (needed - takes.len()).min(state.creatable(page_bytes) as usize);
+    state.frames.start_creating(created as u32);
+    takes.extend((0..created).map(|_| (Take::Create, Vec::new())));
+    let mut blocked = Blocked::default();
+    while takes.len() < needed {
+        let in_use = |users: &[Ticket]| blocked.admit(device, users.to_vec(), usable);
+        let Some((frame, users)) = state.frames.take_free(in_use) else { break };
+        takes.push((Take::Free(frame), users));
+    }
+    let mut search = Search { device, usable, needed, blocked, takes };
+    let own = search.victims(state, items);
+    let Search { takes, blocked, .. } = search;
+    if takes.len() < needed {
+        let allowed = state.budget.allowed().0 / page_bytes;
+        untake(state, takes);
+        return Err(blocked.stop(device, needed as u64 > allowed, state));
+    }
+    Ok(claim(wanted, takes, own, state, device))
+}
+
+fn claim(
+    wanted: &[(PageOf<'_>, u32)],
+    takes: Vec<(Take, Vec<Ticket>)>,
+    own: OwnVictims,
+    state: &mut State,
+    device: &Device,
+) -> Vec<Claim> {
+    let now = device.fences.now();
+    for (take, _) in &takes {
+        if let Take::Victim(victim) = take {
+            note_eviction(state, &victim.bar, victim.page, now);
+        }
+    }
+    wanted
+        .iter()
+        .zip(takes)
+        .map(|(((bar, page), pins), (take, users))| {
+            let claimed = bar.table.page(*page).claim();
+            debug_assert!(claimed.is_ok(), "absent pages are claimed under the lock only");
+            let (bar, page, pins) = (Arc::clone(bar), *page, *pins);
+            let streams = own == OwnVictims::Some && bar.bound().is_some();
+            Claim { bar, page, pins, take, users, streams }
+        })
+        .collect()
+}
+
+/// A page leaves its VBAR's set; a bare VBAR's watermark sinks to it.
+pub(super) fn note_eviction(state: &mut State, bar: &Arc<Bar>, page: PageIndex, now: Duration) {
+    state.remove_resident(bar.id, page);
+    if bar.bound().is_none() {
+        let entry = state.bar_mut(bar.id);
+        entry.watermark = entry.watermark.min(page.0);
+        entry.healing.evicted(now);
+    }
+}
+
+/// Puts back what a refused plan took.
+pub(super) fn untake(state: &mut State, takes: Vec<(Take, Vec<Ticket>)>) {
+    for (take, users) in takes {
+        match take {
+            Take::Free(frame) => state.frames.put_free(frame, users),
+            Take::Create => state.frames.cancel_creating(1),
+            // Issued and not Resident: whoever hits the page finds out again.
+            Take::Victim(victim) => victim.entry().settle(PageState::Issued),
+        }
+    }
+}
+
+/// Why candidates could not be taken.
+#[derive(Default)]
+pub(super) struct Blocked {
+    pub(super) pinned: u32,
+    pub(super) unknown: u32,
+    pub(super) pending: u32,
+}
+
+impl Blocked {
+    fn stop(&self, device: &Device, too_large: bool, state: &State) -> Stop {
+        use crate::memory::budget::BudgetSource;
+        let refused = state.budget.allowed().1 == BudgetSource::DriverRefused;
+        match () {
+            () if refused => Stop::Refuse(Reason::DriverMemory),
+            () if too_large => Stop::Refuse(Reason::TooLarge),
+            () if self.pending > 0 && device.options.eviction == crate::options::Eviction::Strict => {
+                Stop::Wait(WaitKind::Frame)
+            }
+            () if self.pending > 0 => Stop::Refuse(Reason::FencePending),
+            () if self.unknown > 0 && device.may_wait_for_context() => Stop::ContextWait,
+            () if self.unknown > 0 => Stop::Refuse(Reason::FenceUnknown),
+            () if self.pinned > 0 => Stop::Refuse(Reason::AllPinned),
+            () => Stop::Refuse(Reason::Budget),
+        }
+    }
+
+    /// Whether a frame with these users can be taken; counts why not. Returns the users that have
+    /// not passed.
+    pub(super) fn admit(
+        &mut self,
+        device: &Device,
+        users: Vec<Ticket>,
+        usable: Usable,
+    ) -> Option<Vec<Ticket>> {
+        let mut remaining = Vec::new();
+        for user in users {
+            match device.fences.cover(user) {
+                Ok(Cover::Passed) => {}
+                Ok(Cover::Recorded) => remaining.push(user),
+                // An error here is the device's or the context's; the next driver call meets it.
+                Ok(Cover::Unknown) | Err(_) => {
+                    self.unknown += 1;
+                    return None;
+                }
+            }
+        }
+        if usable == Usable::Passed && !remaining.is_empty() {
+            self.pending += 1;
+            return None;
+        }
+        Some(remaining)
+    }
+}
+
+/// Whether a request took pages of its own VBAR: the sign that it streams.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum OwnVictims {
+    None,
+    Some,
+}
+
+/// A search for victims under way. It stops at the first frame too many, so that its cost does not
+/// grow with the pages and VBARs that it leaves alone.
+struct Search<'a> {
+    device: &'a Device,
+    usable: Usable,
+    needed: usize,
+    blocked: Blocked,
+    takes: Vec<(Take, Vec<Ticket>)>,
+}
+
+impl Search<'_> {
+    /// Takes victims in order of rank; pages of the requester itself last.
+    fn victims(&mut self, state: &mut State, items: &[Item<'_>]) -> OwnVictims {
+        let lowest = items.iter().min_by_key(|item| state.bar(item.bar.id).rank);
+        let own = lowest.expect("a request has a range").bar;
+        let limit: Rank = state.bar(own.id).rank;
+        for rank in state.order.range(..limit) {
+            if self.takes.len() == self.needed {
+                return OwnVictims::None;
+            }
+            let entry = state.bar(rank.bar);
+            self.take_from(&entry.bar, entry.resident.range(entry.floor..).rev().copied());
+        }
+        if self.takes.len() == self.needed {
+            return OwnVictims::None;
+        }
+        let ranges = || items.iter().filter(|item| item.bar.id == own.id).map(|item| &item.pages);
+        if own.bound().is_none() {
+            let entry = state.bar(own.id);
+            let end = ranges().map(|pages| pages.end).max().unwrap_or(0).max(entry.floor);
+            self.take_from(own, entry.resident.range(end..).rev().copied());
+            return OwnVictims::None;
+        }
+        let widest = ranges().map(|pages| pages.end - pages.start).max().unwrap_or(1);
+        let missing = (self.needed - self.takes.len()) as u32;
+        top_up_streaming(state, own.id, streaming_page_count(widest.max(missing)) as usize);
+        let entry = state.bar(own.id);
+        let tail = entry.resident.range(entry.floor..).rev().copied();
+        let rest = tail.filter(|page| !entry.streaming.contains(page));
+        self.take_from(own, entry.streaming.iter().copied().chain(rest));
+        OwnVictims::Some
+    }
+
+    fn take_from(&mut self, bar: &Arc<Bar>, candidates: impl Iterator<Item = u32>) {
+        for page in candidates {
+            if self.takes.len() == self.needed {
+                return;
+            }
+            let page = PageIndex(page);
+            let taken = start_evicting(self.device, bar, page, self.usable, &mut self.blocked);
+            self.takes.extend(taken.map(|(victim, users)| (Take::Victim(victim), users)));
+        }
+    }
+}
+
+/// Makes sure that at least `wanted` pages of a bound VBAR stream, if it has so many: the highest
+/// ones that do not yet, behind those that do.
+fn top_up_streaming(state: &mut State, bar: u32, wanted: usize) {
+    let entry = state.bar_mut(bar);
+    let (resident, floor) = (&entry.resident, entry.floor);
+    entry.streaming.retain(|page| *page >= floor && resident.contains(page));
+    let missing = wanted.saturating_sub(entry.streaming.len());
+    let tail = resident.range(floor..).rev().filter(|page| !entry.streaming.contains(page));
+    let mut tail: Vec<u32> = tail.take(missing).copied().collect();
+    tail.reverse();
+    entry.streaming.extend(tail);
+}
+
+/// Starts to evict one page if nothing forbids it. The page stays in the sets until the plan holds.
+pub(super) fn start_evicting(
+    device: &Device,
+    bar: &Arc<Bar>,
+    page: PageIndex,
+    usable: Usable,
+    blocked: &mut Blocked,
+) -> Option<(Victim, Vec<Ticket>)> {
+    let entry = bar.table.page(page);
+    if let Err(word) = entry.start_evicting() {
+        blocked.pinned += u32::from(word.pins > 0);
+        return None;
+    }
+    // Read after the state changed: who unpins later cannot have pinned, so no stamp is missed.
+    match blocked.admit(device, entry.users(), usable) {
+        Some(users) => {
+            Some((Victim { bar: Arc::clone(bar), page, frame: entry.frame() }, users))
+        }
+        None => {
+            entry.settle(PageState::Issued);
+            None
+        }
+    }
+}

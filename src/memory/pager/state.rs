@@ -1,0 +1,169 @@
+//! What the device's lock protects: frames, budget, and per VBAR the resident pages and marks.
+//!
+//! Plain data with small moves; no driver call, no waiting. Invariant (checked by `is_valid`): a
+//! page that is Issued or Resident and published is in its VBAR's `resident` set, and a VBAR is in
+//! `order` exactly while it has resident pages.
+
+use std::collections::{BTreeSet, HashMap, VecDeque};
+use std::sync::Arc;
+use std::time::Instant;
+
+use crate::driver::FrameHandle;
+use crate::memory::budget::Budget;
+use crate::memory::frames::{FrameIndex, Frames};
+use crate::memory::page_table::{PageState, Ticket};
+use crate::memory::policy::{Healing, Rank};
+use crate::memory::vbar::Bar;
+use crate::units::PageIndex;
+
+/// A VBAR's part of the state.
+pub(super) struct BarState {
+    pub(super) bar: Arc<Bar>,
+    pub(super) rank: Rank,
+    /// Published pages with a frame.
+    pub(super) resident: BTreeSet<u32>,
+    /// Bound VBARs: pages that stream through the last frames, oldest fill first.
+    pub(super) streaming: VecDeque<u32>,
+    /// Bare VBARs: pages at or above are not faulted in.
+    pub(super) watermark: u32,
+    /// Pages below are not evicted.
+    pub(super) floor: u32,
+    pub(super) healing: Healing,
+    /// Closed by its owner; freed when its last page is absent.
+    pub(super) closing: bool,
+}
+
+/// A mapping that outlasts the page's hold on its frame: removed when its users have passed.
+pub(super) struct Lingering {
+    pub(super) bar: Arc<Bar>,
+    pub(super) page: PageIndex,
+    pub(super) users: Vec<Ticket>,
+    pub(super) frame: LingeringFrame,
+}
+
+/// What happens to the frame when the mapping goes.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum LingeringFrame {
+    /// It is behind another page already.
+    Moved,
+    /// It goes to the free list.
+    Free(FrameIndex),
+    /// It goes back to the driver.
+    Release(FrameIndex),
+}
+
+/// See the module's text.
+pub(super) struct State {
+    pub(super) frames: Frames,
+    pub(super) budget: Budget,
+    pub(super) polled_at: Option<Instant>,
+    pub(super) bars: HashMap<u32, BarState>,
+    pub(super) order: BTreeSet<Rank>,
+    pub(super) lingering: Vec<Lingering>,
+    /// Handles whose release failed, and addresses whose unmapping failed.
+    pub(super) quarantined_pages: u32,
+    newest: i64,
+    oldest: i64,
+    next_bar: u32,
+}
+
+impl State {
+    pub(super) fn new(budget: Budget) -> Self {
+        Self {
+            frames: Frames::default(),
+            budget,
+            polled_at: None,
+            bars: HashMap::new(),
+            order: BTreeSet::new(),
+            lingering: Vec::new(),
+            quarantined_pages: 0,
+            newest: 0,
+            oldest: 0,
+            next_bar: 0,
+        }
+    }
+
+    pub(super) fn next_bar_id(&mut self) -> u32 {
+        self.next_bar += 1;
+        self.next_bar
+    }
+
+    pub(super) fn newest_recency(&mut self) -> i64 {
+        self.newest += 1;
+        self.newest
+    }
+
+    pub(super) fn oldest_recency(&mut self) -> i64 {
+        self.oldest -= 1;
+        self.oldest
+    }
+
+    pub(super) fn bar(&self, id: u32) -> &BarState {
+        self.bars.get(&id).expect("a VBAR's state lives until its last page is absent")
+    }
+
+    pub(super) fn bar_mut(&mut self, id: u32) -> &mut BarState {
+        self.bars.get_mut(&id).expect("a VBAR's state lives until its last page is absent")
+    }
+
+    /// Enters a published page. `streams`: it came through a streaming frame.
+    pub(super) fn add_resident(&mut self, bar: u32, page: PageIndex, streams: bool) {
+        let entry = self.bars.get_mut(&bar).expect("the page's VBAR is open");
+        if entry.resident.is_empty() {
+            self.order.insert(entry.rank);
+        }
+        entry.resident.insert(page.0);
+        if streams {
+            entry.streaming.push_back(page.0);
+        }
+    }
+
+    /// Takes a page out; it is about to be evicted.
+    pub(super) fn remove_resident(&mut self, bar: u32, page: PageIndex) {
+        let entry = self.bars.get_mut(&bar).expect("the page's VBAR is open");
+        entry.resident.remove(&page.0);
+        if entry.resident.is_empty() {
+            self.order.remove(&entry.rank);
+        }
+    }
+
+    /// Changes a VBAR's rank.
+    pub(super) fn set_rank(&mut self, bar: u32, class: i32, recency: i64) {
+        let entry = self.bars.get_mut(&bar).expect("the VBAR is open");
+        let was_in_order = self.order.remove(&entry.rank);
+        entry.rank = Rank { class, recency, bar };
+        if was_in_order {
+            self.order.insert(entry.rank);
+        }
+    }
+
+    /// Frames that may still be created under the budget.
+    pub(super) fn creatable(&self, page_bytes: u64) -> u32 {
+        let allowed = (self.budget.allowed().0 / page_bytes).min(u64::from(u32::MAX)) as u32;
+        allowed.saturating_sub(self.frames.held())
+    }
+
+    /// Frames held beyond the budget.
+    pub(super) fn excess(&self, page_bytes: u64) -> u32 {
+        let allowed = (self.budget.allowed().0 / page_bytes).min(u64::from(u32::MAX)) as u32;
+        self.frames.held().saturating_sub(allowed)
+    }
+
+    /// The handle behind a page that this thread owns.
+    pub(super) fn handle(&self, frame: FrameIndex) -> FrameHandle {
+        self.frames.handle(frame)
+    }
+
+    /// Checks the invariants; for tests and debug builds. Pages in the middle of a fault are in
+    /// no set yet, so only what is in the sets is checked against the words.
+    pub(super) fn is_valid(&self) -> bool {
+        self.frames.is_valid()
+            && self.bars.values().all(|entry| {
+                let mapped = entry.resident.iter().all(|page| {
+                    let state = entry.bar.table.page(PageIndex(*page)).word().state;
+                    state.is_mapped() || state == PageState::Claimed
+                });
+                mapped && self.order.contains(&entry.rank) != entry.resident.is_empty()
+            })
+    }
+}

@@ -1,0 +1,147 @@
+//! A VBAR as the pager sees it: addresses, page table, run epoch, and the files it is bound to.
+//!
+//! The part that the hit path reads without a lock. What needs the device's lock (which pages are
+//! resident, watermark, rank) is in the pager's `BarState`.
+
+use std::ops::Range;
+use std::sync::{Arc, OnceLock};
+
+use crate::host::bound::Bound;
+use crate::error::{Error, ErrorCode, Result};
+use crate::memory::page_table::PageTable;
+use crate::memory::space::Space;
+use crate::sync::{Acquire, AtomicU32, AtomicU64, Relaxed};
+use crate::units::{DeviceAddress, PageIndex, PageSize, align_up};
+
+/// Allocations start at multiples of this, in bytes, as CUDA's own do.
+pub const ALLOCATION_ALIGNMENT: u64 = 512;
+
+/// Shared part of a VBAR.
+pub struct Bar {
+    /// Index in the runtime, not reused.
+    pub id: u32,
+    /// Its addresses.
+    pub space: Space,
+    /// Its pages' size.
+    pub page_size: PageSize,
+    /// Its pages.
+    pub table: PageTable,
+    run_epoch: AtomicU32,
+    allocated: AtomicU64,
+    bound: OnceLock<Arc<Bound>>,
+}
+
+impl Bar {
+    /// A VBAR over `space`, nothing resident.
+    #[must_use]
+    pub fn new(id: u32, space: Space, page_size: PageSize) -> Self {
+        let page_count = u32::try_from(space.bytes / page_size.bytes()).expect("checked at create");
+        Self {
+            id,
+            space,
+            page_size,
+            table: PageTable::new(page_count),
+            run_epoch: AtomicU32::new(0),
+            allocated: AtomicU64::new(0),
+            bound: OnceLock::new(),
+        }
+    }
+
+    /// Address of a page.
+    #[must_use]
+    pub fn address(&self, page: PageIndex) -> DeviceAddress {
+        self.space.base.offset(self.page_size.offset_of(page))
+    }
+
+    /// The pages that a byte range touches.
+    ///
+    /// # Errors
+    /// `InvalidArgument` for an inverted range or one that leaves the VBAR.
+    #[inline]
+    pub fn pages_of(&self, bytes: &Range<u64>) -> Result<Range<u32>> {
+        if bytes.start > bytes.end || bytes.end > self.space.bytes {
+            return Err(self.out_of_range(bytes));
+        }
+        Ok(self.page_size.pages_of(bytes))
+    }
+
+    /// Takes the next `bytes` of the VBAR. Returns their offset, a multiple of 512.
+    ///
+    /// # Errors
+    /// `NoAddresses` when they do not fit; nothing is taken then.
+    pub fn allocate(&self, bytes: u64) -> Result<Range<u64>> {
+        let mut taken = self.allocated.load(Relaxed);
+        loop {
+            let range = align_up(taken, ALLOCATION_ALIGNMENT)
+                .and_then(|start| Some(start..start.checked_add(bytes)?))
+                .filter(|range| range.end <= self.space.bytes)
+                .ok_or_else(|| {
+                    let text = format!(
+                        "{bytes} bytes do not fit: {taken} of {} bytes are allocated",
+                        self.space.bytes
+                    );
+                    Error::new(ErrorCode::NoAddresses, text)
+                })?;
+            match self.allocated.compare_exchange_weak(taken, range.end, Relaxed, Relaxed) {
+                Ok(_) => return Ok(range),
+                Err(now) => taken = now,
+            }
+        }
+    }
+
+    /// Bytes allocated or bound so far.
+    #[must_use]
+    pub fn allocated_bytes(&self) -> u64 {
+        self.allocated.load(Relaxed)
+    }
+
+    /// Binds the VBAR to what fills it, once.
+    ///
+    /// # Errors
+    /// `InvalidArgument` when it is bound or has allocations already.
+    pub fn bind(&self, bound: Arc<Bound>, bytes: u64) -> Result<()> {
+        let refuse = |text: &str| Err(Error::new(ErrorCode::InvalidArgument, text));
+        if bytes > self.space.bytes {
+            return refuse("the binding is larger than the VBAR");
+        }
+        if self.allocated.compare_exchange(0, bytes, Relaxed, Relaxed).is_err() {
+            return refuse("the VBAR is bound, or has allocations, already");
+        }
+        self.bound.set(bound).or_else(|_| refuse("the VBAR is bound already"))
+    }
+
+    /// What fills the VBAR, if it is bound.
+    #[inline]
+    #[must_use]
+    pub fn bound(&self) -> Option<&Arc<Bound>> {
+        self.bound.get()
+    }
+
+    /// The run that pins are made in; a forced end of run starts the next one.
+    #[inline]
+    #[must_use]
+    pub fn run_epoch(&self) -> u32 {
+        self.run_epoch.load(Acquire)
+    }
+
+    /// Starts the next run: pins of runs before are about to be taken back.
+    pub fn next_run(&self) -> u32 {
+        self.run_epoch.fetch_add(1, crate::sync::AcqRel) + 1
+    }
+
+    #[cold]
+    fn out_of_range(&self, bytes: &Range<u64>) -> Error {
+        let text = format!(
+            "bytes {}..{} are outside the VBAR of {} bytes",
+            bytes.start, bytes.end, self.space.bytes
+        );
+        Error::new(ErrorCode::InvalidArgument, text)
+    }
+}
+
+/// Drawing of the first `limit` pages: see `page_table`.
+#[must_use]
+pub fn draw(bar: &Bar, limit: u32) -> String {
+    let shown = 0..bar.table.page_count().min(limit);
+    bar.table.pages(shown).map(|(_, page)| crate::memory::page_table::draw(page.word())).collect()
+}

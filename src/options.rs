@@ -1,0 +1,74 @@
+//! What a runtime can be told when it is opened, with the defaults and their reasons.
+
+use std::time::Duration;
+
+use crate::driver::Context;
+use crate::units::{MIB, PageSize};
+
+/// How a frame in use gets to its next page.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub enum Eviction {
+    /// The frame is mapped at its next address at once; streams wait for the victim's fences, and
+    /// the host removes the old mapping when it has seen them pass. Nobody waits.
+    #[default]
+    Aliasing,
+    /// A page loses its mapping before its frame goes elsewhere; the CPU waits for its fences. A
+    /// use after the unpin then faults instead of reading other bytes: for debugging.
+    Strict,
+}
+
+/// Options of a runtime. `Default` suits one program on one device.
+#[derive(Clone, Debug)]
+pub struct RuntimeOptions {
+    /// Most device memory for frames, in bytes; `None`: what the driver says is free, less the
+    /// headroom, followed as it changes. A number is bounded by the same.
+    pub budget_bytes: Option<u64>,
+    /// Device memory left free for others, in bytes.
+    pub headroom_bytes: u64,
+    /// Size of pages and frames; a multiple of the device's granularity.
+    pub page_size: PageSize,
+    /// The context to work in; `None`: the device's primary context.
+    pub context: Option<Context>,
+    /// How frames move.
+    pub eviction: Eviction,
+    /// Whether the CPU may wait for the whole context when no fence covers a page that must go.
+    pub context_waits: ContextWaits,
+    /// Longest time that one call waits for anything, then `TimedOut`.
+    pub wait_timeout: Duration,
+    /// The driver's free memory is asked at most this often.
+    pub poll_interval: Duration,
+    /// Time over which the smallest surplus is taken before a watermark heals by it.
+    pub heal_window: Duration,
+    /// Fences are recorded at most this often while everything fits.
+    pub record_interval: Duration,
+    /// Page-locked slots between file and device. One of them is a page, rounded down to 16 MiB.
+    pub staging_slot_count: usize,
+}
+
+/// See [`RuntimeOptions::context_waits`].
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub enum ContextWaits {
+    /// One counted `cuCtxSynchronize` rather than a refusal.
+    #[default]
+    Allowed,
+    /// Refuse with `FenceUnknown`.
+    Never,
+}
+
+impl Default for RuntimeOptions {
+    fn default() -> Self {
+        Self {
+            budget_bytes: None,
+            headroom_bytes: 256 * MIB,
+            page_size: PageSize::DEFAULT,
+            context: None,
+            eviction: Eviction::Aliasing,
+            context_waits: ContextWaits::Allowed,
+            wait_timeout: Duration::from_secs(30),
+            poll_interval: Duration::from_millis(10),
+            heal_window: Duration::from_secs(1),
+            record_interval: Duration::from_micros(50),
+            staging_slot_count: 4,
+        }
+    }
+}

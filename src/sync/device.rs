@@ -1,0 +1,220 @@
+//! One device as the layers above share it: driver, context, fences, counters, options.
+//!
+//! Owns whether the device is lost, and the scope in which driver calls are made: the runtime's
+//! context current, the thread in relaxed capture mode, both put back afterwards. Knows no pages.
+
+use std::sync::Arc;
+
+use crate::counters::Counters;
+use crate::driver::{CaptureMode, CaptureState, Context, Driver};
+use crate::error::{Error, ErrorCode, Result};
+use crate::options::{ContextWaits, RuntimeOptions};
+use crate::outcome::WaitKind;
+use crate::process;
+use crate::sync::fence::{Cover, Fences, StreamSlot};
+use crate::sync::wait::{Cancellation, Wait};
+use crate::sync::{AtomicBool, Relaxed};
+use crate::memory::page_table::Ticket;
+use crate::units::{DeviceOrdinal, Stream};
+
+/// See the module's text.
+pub struct Device {
+    /// The door.
+    pub driver: Arc<dyn Driver>,
+    /// Which device.
+    pub ordinal: DeviceOrdinal,
+    /// The context that all work is done in.
+    pub context: Context,
+    /// Fences of that context.
+    pub fences: Fences,
+    /// What happened so far.
+    pub counters: Counters,
+    /// Ends waits.
+    pub cancellation: Cancellation,
+    /// As given at open; budget and headroom may have changed since.
+    pub options: RuntimeOptions,
+    lost: AtomicBool,
+}
+
+impl Device {
+    /// A device whose context exists.
+    #[must_use]
+    pub fn new(
+        driver: Arc<dyn Driver>,
+        ordinal: DeviceOrdinal,
+        context: Context,
+        options: RuntimeOptions,
+    ) -> Self {
+        Self {
+            fences: Fences::new(Arc::clone(&driver), options.record_interval),
+            driver,
+            ordinal,
+            context,
+            counters: Counters::default(),
+            cancellation: Cancellation::default(),
+            options,
+            lost: AtomicBool::new(false),
+        }
+    }
+
+    /// Whether calls may be made at all.
+    ///
+    /// # Errors
+    /// `ProcessEnding` or `DeviceLost`.
+    #[inline]
+    pub fn check(&self) -> Result<()> {
+        if process::ending() {
+            return Err(Error::new(ErrorCode::ProcessEnding, "the process is ending or forked"));
+        }
+        if self.lost.load(Relaxed) {
+            let text = format!("device {} is lost after a sticky driver error", self.ordinal);
+            return Err(Error::new(ErrorCode::DeviceLost, text));
+        }
+        Ok(())
+    }
+
+    /// Passes an error on, and remembers it when it means that the device is lost.
+    pub fn note(&self, error: Error) -> Error {
+        if error.code() == ErrorCode::DeviceLost && !self.lost.swap(true, Relaxed) {
+            log::error!("device {} is lost: {error}", self.ordinal);
+        }
+        error
+    }
+
+    /// Whether a sticky error was seen.
+    #[must_use]
+    pub fn is_lost(&self) -> bool {
+        self.lost.load(Relaxed)
+    }
+
+    /// Makes the context current and the capture mode relaxed until the scope is dropped.
+    ///
+    /// # Errors
+    /// What the driver says; nothing has changed then.
+    pub fn enter(&self) -> Result<Scope<'_>> {
+        let context = self.enter_context()?;
+        let mode = self.driver.thread_exchange_stream_capture_mode(CaptureMode::Relaxed);
+        let mode = mode.map_err(|error| self.note(error.into()))?;
+        Ok(Scope { device: self, mode, _context: context })
+    }
+
+    /// Makes the context current until the scope is dropped.
+    ///
+    /// # Errors
+    /// What the driver says; nothing has changed then.
+    #[inline]
+    pub fn enter_context(&self) -> Result<ContextScope<'_>> {
+        let current = self.driver.ctx_get_current().map_err(|error| self.note(error.into()))?;
+        if current == Some(self.context) {
+            return Ok(ContextScope { device: self, restore: None });
+        }
+        self.driver
+            .ctx_set_current(Some(self.context))
+            .map_err(|error| self.note(error.into()))?;
+        Ok(ContextScope { device: self, restore: Some(current) })
+    }
+
+    /// Whether the stream is being captured, and its slot. For handles whose meaning depends on
+    /// the current context that context must be ours: see [`Device::enter_context`].
+    ///
+    /// # Errors
+    /// What the driver says of the handle.
+    #[inline]
+    pub fn inspect(&self, stream: Stream) -> Result<(CaptureState, Option<StreamSlot>)> {
+        if stream.is_none() {
+            return Ok((CaptureState::None, None));
+        }
+        let capture = self.capture_state(stream)?;
+        let slot = self.fences.slot_of(stream).map_err(|error| self.note(error))?;
+        Ok((capture, slot))
+    }
+
+    /// Whether the stream is being captured.
+    ///
+    /// # Errors
+    /// What the driver says of the handle.
+    #[inline]
+    pub fn capture_state(&self, stream: Stream) -> Result<CaptureState> {
+        match self.driver.stream_is_capturing(stream) {
+            Ok(state) => Ok(state),
+            Err(error) if error.code == crate::driver::DriverCode::STREAM_CAPTURE_IMPLICIT => {
+                Ok(CaptureState::Implicit)
+            }
+            Err(error) => Err(self.note(error.into())),
+        }
+    }
+
+    /// Starts a wait of the CPU.
+    #[must_use]
+    pub fn wait(&self, kind: WaitKind) -> Wait<'_> {
+        Wait::start(kind, &self.counters, &self.cancellation, self.options.wait_timeout)
+    }
+
+    /// Waits on the CPU until every ticket has passed.
+    ///
+    /// # Errors
+    /// `TimedOut`, `Cancelled`, what the driver says, and `Unsupported` when no record covers a
+    /// ticket and a wait for the whole context is not allowed.
+    pub fn wait_passed(&self, tickets: &[Ticket], kind: WaitKind) -> Result<()> {
+        let mut wait = None;
+        for &ticket in tickets {
+            loop {
+                match self.fences.cover(ticket).map_err(|error| self.note(error))? {
+                    Cover::Passed => break,
+                    Cover::Recorded => wait.get_or_insert_with(|| self.wait(kind)).pause()?,
+                    Cover::Unknown => self.context_wait()?,
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Whether the CPU may wait for the whole context now.
+    #[must_use]
+    pub fn may_wait_for_context(&self) -> bool {
+        self.options.context_waits == ContextWaits::Allowed
+    }
+
+    /// Waits for the whole context, counted.
+    ///
+    /// # Errors
+    /// `Unsupported` when the options forbid it, or what the driver says.
+    pub fn context_wait(&self) -> Result<()> {
+        if !self.may_wait_for_context() {
+            let text = "a use that no fence covers, and waits for the context are off";
+            return Err(Error::new(ErrorCode::Unsupported, text));
+        }
+        let _counted = self.wait(WaitKind::Context);
+        self.fences.context_wait().map_err(|error| self.note(error))
+    }
+}
+
+/// Context and capture mode of the calling thread, put back on drop.
+pub struct Scope<'a> {
+    device: &'a Device,
+    mode: CaptureMode,
+    _context: ContextScope<'a>,
+}
+
+impl Drop for Scope<'_> {
+    fn drop(&mut self) {
+        if let Err(error) = self.device.driver.thread_exchange_stream_capture_mode(self.mode) {
+            log::warn!("putting the capture mode back: {error}");
+        }
+    }
+}
+
+/// Context of the calling thread, put back on drop.
+pub struct ContextScope<'a> {
+    device: &'a Device,
+    restore: Option<Option<Context>>,
+}
+
+impl Drop for ContextScope<'_> {
+    fn drop(&mut self) {
+        let Some(context) = self.restore else { return };
+        if let Err(error) = self.device.driver.ctx_set_current(context) {
+            log::warn!("putting the current context back: {error}");
+        }
+    }
+}

@@ -1,0 +1,408 @@
+//! Fences: points on streams, known by ticket, passed when an event says so.
+//!
+//! Each stream that uses pages has a *slot*: a monotone sequence over a ring of events. A use is
+//! stamped with the sequence that the *next* record will get; a record raises that sequence before
+//! it calls the driver, so every use stamped with it was enqueued before the event. An event is
+//! recorded again only after it has passed. A query means "passed" only when it returns success.
+//!
+//! Only the caller's own call records, on the stream it gave: handles are never kept. This module
+//! does not know pages; it never waits on the CPU (see `wait.rs` for that) except in
+//! [`Fences::context_wait`].
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use crate::driver::{Driver, DriverCode, Event};
+use crate::error::{Error, ErrorCode, Result};
+use crate::memory::page_table::Ticket;
+use crate::sync::{
+    AcqRel, Acquire, AtomicBool, AtomicU64, Mutex, Relaxed, Release,
+};
+use crate::units::Stream;
+
+/// Streams of one context that can be known at a time.
+pub const SLOT_COUNT: usize = 256;
+
+const FREE: u64 = 0;
+const RETIRED: u64 = u64::MAX;
+
+/// A stream as this module knows it: its slot, and the id that tells whether the slot is still its.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct StreamSlot {
+    index: u16,
+    id: u64,
+}
+
+struct Slot {
+    /// The stream's id plus one; `FREE` or `RETIRED`.
+    id: AtomicU64,
+    /// The sequence that the next record gets.
+    next: AtomicU64,
+    /// The highest sequence stamped on anything.
+    stamped: AtomicU64,
+    /// The highest sequence recorded, and known to have passed.
+    recorded: AtomicU64,
+    passed: AtomicU64,
+    /// Nanoseconds since the module's start at the last record.
+    recorded_at: AtomicU64,
+    /// Per other slot, the highest sequence that this stream waits for already.
+    waited: Box<[AtomicU64]>,
+    ring: Mutex<Ring>,
+}
+
+#[derive(Default)]
+struct Ring {
+    /// Recorded and not known to have passed, oldest first.
+    pending: VecDeque<(u64, Event)>,
+    free: Vec<Event>,
+}
+
+/// What a stream can do about a ticket.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Cover {
+    /// It has passed.
+    Passed,
+    /// A record covers it: streams can wait for it.
+    Recorded,
+    /// No record covers it yet.
+    Unknown,
+}
+
+/// The fences of one context.
+pub struct Fences {
+    driver: Arc<dyn Driver>,
+    slots: Box<[Slot]>,
+    insert: Mutex<()>,
+    started: Instant,
+    record_interval: Duration,
+    /// Set while VBARs exceed the budget: every unpin records at once.
+    eager: AtomicBool,
+}
+
+impl Fences {
+    /// Fences with no stream known yet.
+    #[must_use]
+    pub fn new(driver: Arc<dyn Driver>, record_interval: Duration) -> Self {
+        let slots = (0..SLOT_COUNT).map(|_| Slot::new()).collect();
+        Self {
+            driver,
+            slots,
+            insert: Mutex::new(()),
+            started: Instant::now(),
+            record_interval,
+            eager: AtomicBool::new(false),
+        }
+    }
+
+    /// Whether unpins record at once (VBARs exceed the budget) or now and then.
+    pub fn set_eager(&self, eager: bool) {
+        self.eager.store(eager, Relaxed);
+    }
+
+    /// The slot of a stream, found by its id or made. The handle must be valid, and for an
+    /// implicit one the runtime's context current. `Stream::NONE` has no slot.
+    ///
+    /// # Errors
+    /// What the driver says of the handle; `Unsupported` when 256 streams are in use at once.
+    #[inline]
+    pub fn slot_of(&self, stream: Stream) -> Result<Option<StreamSlot>> {
+        if stream.is_none() {
+            return Ok(None);
+        }
+        let id = self.driver.stream_get_id(stream)?.wrapping_add(1);
+        match self.find(id) {
+            Some(slot) => Ok(Some(slot)),
+            None => self.insert(id).map(Some),
+        }
+    }
+
+    /// The ticket that stands for all work enqueued on the stream up to now; the caller stamps it
+    /// on what that work uses. No record covers it yet.
+    #[inline]
+    #[must_use]
+    pub fn stamp(&self, slot: StreamSlot) -> Ticket {
+        let entry = self.entry(slot);
+        let sequence = entry.next.load(Acquire);
+        if entry.stamped.load(Relaxed) < sequence {
+            entry.stamped.fetch_max(sequence, AcqRel);
+        }
+        Ticket::new(slot.index, sequence)
+    }
+
+    /// Whether the slot is still the stream's: asked after a stamp was published. Where it is not,
+    /// the stamp is to be made again with the slot that this returns.
+    #[inline]
+    pub fn confirm(&self, slot: StreamSlot) -> Result<Option<StreamSlot>> {
+        if self.entry(slot).id.load(Acquire) == slot.id {
+            return Ok(None);
+        }
+        match self.find(slot.id) {
+            Some(found) => Ok(Some(found)),
+            None => self.insert(slot.id).map(Some),
+        }
+    }
+
+    /// Whether the ticket is known to have passed, without asking the driver.
+    #[inline]
+    #[must_use]
+    pub fn known_passed(&self, ticket: Ticket) -> bool {
+        if ticket.is_none() {
+            return true;
+        }
+        ticket != Ticket::UNKNOWN
+            && ticket.sequence() <= self.slots[ticket.slot() as usize].passed.load(Acquire)
+    }
+
+    /// Whether work on the stream comes after the ticket already: passed, own, or waited for.
+    #[inline]
+    #[must_use]
+    pub fn ordered_before(&self, ticket: Ticket, slot: StreamSlot) -> bool {
+        self.known_passed(ticket)
+            || ticket != Ticket::UNKNOWN
+                && (ticket.slot() == slot.index
+                    || self.entry(slot).waited[ticket.slot() as usize].load(Acquire)
+                        >= ticket.sequence())
+    }
+
+    /// What is known of a ticket after asking the driver.
+    ///
+    /// # Errors
+    /// Codes that say nothing about progress and are not a capture's: a lost device, a foreign
+    /// context. Nothing has changed then.
+    pub fn cover(&self, ticket: Ticket) -> Result<Cover> {
+        if self.known_passed(ticket) {
+            return Ok(Cover::Passed);
+        }
+        if ticket == Ticket::UNKNOWN {
+            return Ok(Cover::Unknown);
+        }
+        let entry = &self.slots[ticket.slot() as usize];
+        if entry.recorded.load(Acquire) < ticket.sequence() {
+            return Ok(Cover::Unknown);
+        }
+        self.poll(entry)?;
+        Ok(if self.known_passed(ticket) { Cover::Passed } else { Cover::Recorded })
+    }
+
+    /// Lets later work on `stream` wait for the ticket. Returns false when no record covers it.
+    ///
+    /// # Errors
+    /// What the driver says of the wait; the stream does not wait then.
+    pub fn stream_wait(
+        &self,
+        stream: Stream,
+        slot: StreamSlot,
+        ticket: Ticket,
+    ) -> Result<bool> {
+        if self.ordered_before(ticket, slot) {
+            return Ok(true);
+        }
+        if ticket == Ticket::UNKNOWN {
+            return Ok(false);
+        }
+        let ring = self.slots[ticket.slot() as usize].ring.lock();
+        let covering = ring.pending.iter().find(|(sequence, _)| *sequence >= ticket.sequence());
+        let Some(&(sequence, event)) = covering else {
+            // Between the check above and the lock it may have passed and left the ring.
+            return Ok(self.known_passed(ticket));
+        };
+        self.driver.stream_wait_event(stream, event)?;
+        self.entry(slot).waited[ticket.slot() as usize].fetch_max(sequence, AcqRel);
+        Ok(true)
+    }
+
+    /// Records a fence on the stream now. Returns its ticket, which covers everything enqueued
+    /// before the call.
+    ///
+    /// # Errors
+    /// What the driver says of the record. Stamps stay uncovered until a later record.
+    pub fn record(&self, stream: Stream, slot: StreamSlot) -> Result<Ticket> {
+        let entry = self.entry(slot);
+        let mut ring = entry.ring.lock();
+        let event = match ring.free.pop() {
+            Some(event) => event,
+            None => self.driver.event_create()?,
+        };
+        // Raised before the driver is called: who still reads the old number enqueued before us.
+        let sequence = entry.next.fetch_add(1, AcqRel);
+        if let Err(error) = self.driver.event_record(event, stream) {
+            ring.free.push(event);
+            return Err(error.into());
+        }
+        ring.pending.push_back((sequence, event));
+        entry.recorded.store(sequence, Release);
+        entry.recorded_at.store(self.nanos(), Relaxed);
+        Ok(Ticket::new(slot.index, sequence))
+    }
+
+    /// Records if it is time to: at once while VBARs exceed the budget, else at the interval.
+    ///
+    /// # Errors
+    /// As [`Fences::record`].
+    #[inline]
+    pub fn record_if_due(&self, stream: Stream, slot: StreamSlot) -> Result<()> {
+        let entry = self.entry(slot);
+        if !self.eager.load(Relaxed) {
+            let since = self.nanos().saturating_sub(entry.recorded_at.load(Relaxed));
+            if u128::from(since) < self.record_interval.as_nanos() {
+                return Ok(());
+            }
+        }
+        if let Some(mut ring) = entry.ring.try_lock() {
+            self.drain(entry, &mut ring)?;
+        } else {
+            // Another thread is recording on this stream right now; the next unpin covers ours.
+            return Ok(());
+        }
+        self.record(stream, slot).map(|_| ())
+    }
+
+    /// Forgets a stream that is about to be destroyed, after covering its uses by a last record.
+    ///
+    /// # Errors
+    /// As [`Fences::record`]; the stream is still known then.
+    pub fn retire(&self, stream: Stream) -> Result<()> {
+        let id = self.driver.stream_get_id(stream)?.wrapping_add(1);
+        let Some(slot) = self.find(id) else { return Ok(()) };
+        let entry = self.entry(slot);
+        if entry.stamped.load(Acquire) > entry.recorded.load(Acquire) {
+            self.record(stream, slot)?;
+        }
+        entry.id.store(RETIRED, Release);
+        Ok(())
+    }
+
+    /// Waits for the whole current context, after which every use stamped before is passed.
+    ///
+    /// # Errors
+    /// What the driver says; nothing counts as passed then.
+    pub fn context_wait(&self) -> Result<()> {
+        let cuts: Vec<u64> = self.slots.iter().map(|slot| slot.next.fetch_add(1, AcqRel)).collect();
+        self.driver.ctx_synchronize()?;
+        for (slot, cut) in self.slots.iter().zip(cuts) {
+            slot.passed.fetch_max(cut, AcqRel);
+            slot.recorded.fetch_max(cut, AcqRel);
+            let mut ring = slot.ring.lock();
+            while ring.pending.front().is_some_and(|(sequence, _)| *sequence <= cut) {
+                let (_, event) = ring.pending.pop_front().expect("just seen");
+                ring.free.push(event);
+            }
+        }
+        Ok(())
+    }
+
+    /// Destroys all events; the context is current, nothing uses the fences any more.
+    pub fn destroy_events(&self) {
+        for slot in &self.slots {
+            let mut ring = slot.ring.lock();
+            let pending: Vec<Event> = ring.pending.drain(..).map(|(_, event)| event).collect();
+            for event in pending.into_iter().chain(ring.free.drain(..)) {
+                if let Err(error) = self.driver.event_destroy(event) {
+                    log::warn!("closing a runtime: {error}");
+                }
+            }
+        }
+    }
+
+    /// Time since the fences were made: the monotone clock of the pure modules.
+    #[must_use]
+    pub fn now(&self) -> Duration {
+        self.started.elapsed()
+    }
+
+    fn entry(&self, slot: StreamSlot) -> &Slot {
+        &self.slots[slot.index as usize]
+    }
+
+    fn nanos(&self) -> u64 {
+        self.started.elapsed().as_nanos() as u64
+    }
+
+    /// Slots are an open-addressed table by stream id: the hit path finds one without a lock.
+    #[inline]
+    fn find(&self, id: u64) -> Option<StreamSlot> {
+        for index in probe(id) {
+            match self.slots[index].id.load(Acquire) {
+                found if found == id => return Some(StreamSlot { index: index as u16, id }),
+                FREE => return None,
+                _ => {}
+            }
+        }
+        None
+    }
+
+    fn insert(&self, id: u64) -> Result<StreamSlot> {
+        let _one_at_a_time = self.insert.lock();
+        if let Some(slot) = self.find(id) {
+            return Ok(slot);
+        }
+        for take_idle in [false, true] {
+            for index in probe(id) {
+                let slot = &self.slots[index];
+                let found = slot.id.load(Acquire);
+                let reusable = match found {
+                    FREE => true,
+                    RETIRED => self.is_idle(slot)?,
+                    _ => take_idle && self.is_idle(slot)?,
+                };
+                if reusable && slot.id.compare_exchange(found, id, AcqRel, Acquire).is_ok() {
+                    for waited in &slot.waited {
+                        waited.store(0, Release);
+                    }
+                    return Ok(StreamSlot { index: index as u16, id });
+                }
+            }
+        }
+        let text = format!("more than {SLOT_COUNT} streams use pages at once; retire some");
+        Err(Error::new(ErrorCode::Unsupported, text))
+    }
+
+    /// Whether every use of the slot's stream is known to have passed, so that another stream can
+    /// take the slot over. Who stamps concurrently notices in `confirm`.
+    fn is_idle(&self, slot: &Slot) -> Result<bool> {
+        self.poll(slot)?;
+        Ok(slot.stamped.load(Acquire) <= slot.passed.load(Acquire)
+            && slot.recorded.load(Acquire) <= slot.passed.load(Acquire))
+    }
+
+    fn poll(&self, slot: &Slot) -> Result<()> {
+        self.drain(slot, &mut slot.ring.lock())
+    }
+
+    fn drain(&self, slot: &Slot, ring: &mut Ring) -> Result<()> {
+        while let Some(&(sequence, event)) = ring.pending.front() {
+            match self.driver.event_query(event) {
+                Ok(()) => {}
+                Err(error) if error.code == DriverCode::NOT_READY => return Ok(()),
+                Err(error) if error.code.is_capture() => return Ok(()),
+                Err(error) => return Err(error.into()),
+            }
+            ring.pending.pop_front();
+            ring.free.push(event);
+            slot.passed.fetch_max(sequence, AcqRel);
+        }
+        Ok(())
+    }
+}
+
+impl Slot {
+    fn new() -> Self {
+        Self {
+            id: AtomicU64::new(FREE),
+            next: AtomicU64::new(1),
+            stamped: AtomicU64::new(0),
+            recorded: AtomicU64::new(0),
+            passed: AtomicU64::new(0),
+            recorded_at: AtomicU64::new(0),
+            waited: (0..SLOT_COUNT).map(|_| AtomicU64::new(0)).collect(),
+            ring: Mutex::new(Ring::default()),
+        }
+    }
+}
+
+#[inline]
+fn probe(id: u64) -> impl Iterator<Item = usize> {
+    let first = (id.wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 56) as usize;
+    (0..SLOT_COUNT).map(move |step| (first + step) % SLOT_COUNT)
+}

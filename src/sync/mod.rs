@@ -1,0 +1,12 @@
+//! Locks and atomics behind one façade, so that a model checker can stand in for them, and the
+//! fences and waits that are built on them.
+
+pub mod device;
+pub mod fence;
+pub mod wait;
+
+pub(crate) use parking_lot::{Condvar, Mutex, MutexGuard};
+pub(crate) use std::sync::atomic::{
+    AtomicBool, AtomicU32, AtomicU64, Ordering, Ordering::AcqRel, Ordering::Acquire,
+    Ordering::Relaxed, Ordering::Release,
+};
