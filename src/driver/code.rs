@@ -62,7 +62,7 @@ codes! {
     LAUNCH_FAILED = 719, "CUDA_ERROR_LAUNCH_FAILED";
     NOT_PERMITTED = 800, "CUDA_ERROR_NOT_PERMITTED";
     NOT_SUPPORTED = 801, "CUDA_ERROR_NOT_SUPPORTED";
-    MPS_CLIENT_TERMINATED = 812, "CUDA_ERROR_MPS_CLIENT_TERMINATED";
+    MPS_CLIENT_TERMINATED = 810, "CUDA_ERROR_MPS_CLIENT_TERMINATED";
     STREAM_CAPTURE_UNSUPPORTED = 900, "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED";
     STREAM_CAPTURE_INVALIDATED = 901, "CUDA_ERROR_STREAM_CAPTURE_INVALIDATED";
     STREAM_CAPTURE_MERGE = 902, "CUDA_ERROR_STREAM_CAPTURE_MERGE";
@@ -79,7 +79,7 @@ impl DriverCode {
     /// Whether the context is unusable from now on: no later call on the device can succeed.
     #[must_use]
     pub fn is_sticky(self) -> bool {
-        matches!(self.0, 214 | 220 | 700 | 702 | 709 | 710 | 714..=719 | 812)
+        matches!(self.0, 214 | 220 | 700 | 702 | 709 | 710 | 714..=719 | 810)
     }
 
     /// Whether the driver is being torn down because the process exits.

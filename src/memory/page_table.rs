@@ -126,9 +126,6 @@ const SLOT_BITS: u32 = 10;
 impl Ticket {
     /// Nothing to wait for.
     pub const NONE: Self = Self(0);
-    /// A use that no fence can cover any more; only a wait for the whole context clears it.
-    pub const UNKNOWN: Self = Self(u64::MAX);
-
     /// The point `sequence` (from 1) of stream slot `slot`.
     #[must_use]
     pub fn new(slot: u16, sequence: u64) -> Self {
@@ -167,8 +164,6 @@ pub struct Page {
     word: AtomicU64,
     ready: AtomicU64,
     readers: [AtomicU64; READER_COUNT],
-    /// Run epoch of the VBAR at the last forced release of pins.
-    forced_epoch: AtomicU32,
     /// Index of the page's frame; written under the device's lock.
     frame: AtomicU32,
 }
@@ -211,21 +206,21 @@ impl Page {
         }
     }
 
-    /// Takes a pin back that was made in run `epoch`. The user's stamp is on the page already.
+    /// Takes a pin back that was made when the page had `generation`. The user's stamp is on the
+    /// page already.
+    ///
+    /// A pinned page keeps its generation, except when its pins are taken back by force; so the
+    /// generation tells whose pin it is, and a late unpin cannot take a later run's pin.
     ///
     /// # Errors
     /// `StaleToken` when the pins were taken back by force since; nothing is done then.
     #[inline]
-    pub fn unpin(&self, epoch: u32) -> Result<()> {
+    pub fn unpin(&self, generation: Generation) -> Result<()> {
         let mut bits = self.word.load(Acquire);
         loop {
-            // A forced release raises this field first and changes the generation in the word
-            // after, so a pin of a later run can never be taken for ours.
-            if self.forced_epoch.load(Acquire) > epoch {
+            let word = Word::unpack(bits);
+            if word.generation != generation || word.pins == 0 {
                 return Err(Error::new(ErrorCode::StaleToken, "the pins were released by force"));
-            }
-            if Word::unpack(bits).pins == 0 {
-                return Err(Error::new(ErrorCode::Internal, "unpin of a page without pins"));
             }
             match self.word.compare_exchange_weak(bits, bits - PIN_ONE, AcqRel, Acquire) {
                 Ok(_) => return Ok(()),
@@ -234,17 +229,16 @@ impl Page {
         }
     }
 
-    /// Takes all pins back, which makes the tokens of runs before `epoch` stale. The bytes get a
-    /// new generation, since a stale holder may have written to them. Returns the pins taken.
-    pub fn force_unpin(&self, epoch: u32) -> u32 {
-        if self.word().pins == 0 {
-            return 0;
-        }
-        self.forced_epoch.store(epoch, Release);
+    /// Takes all pins back. The bytes get a new generation, which makes the holders' unpins stale,
+    /// and their bytes unknown: a holder may still write to them. Returns the pins taken.
+    pub fn force_unpin(&self) -> u32 {
         let mut taken = 0;
         self.update(|word| {
             taken = word.pins;
-            Word { pins: 0, generation: next_generation(), ..word }
+            match word.pins {
+                0 => word,
+                _ => Word { pins: 0, generation: next_generation(), ..word },
+            }
         });
         taken
     }
@@ -334,8 +328,8 @@ impl Page {
             let mut bits = reader.load(Acquire);
             loop {
                 let old = Ticket(bits);
-                let same = old != Ticket::UNKNOWN && old.slot() == ticket.slot();
-                if !old.is_none() && same && old.sequence() >= ticket.sequence() {
+                let same = !old.is_none() && old.slot() == ticket.slot();
+                if same && old.sequence() >= ticket.sequence() {
                     return true;
                 }
                 if !(old.is_none() || same || passed(old)) {
@@ -350,7 +344,7 @@ impl Page {
         false
     }
 
-    /// Replaces one remembered use by another that comes after it, or notes that it is unknown.
+    /// Replaces one remembered use by another that comes after it. Returns whether it was there.
     pub fn replace_stamp(&self, old: Ticket, new: Ticket) -> bool {
         self.readers
             .iter()
@@ -481,10 +475,10 @@ mod tests {
         let page = Page::default();
         assert!(matches!(page.pin(), Pin::Absent(_)));
         let page = resident();
-        assert!(matches!(page.pin(), Pin::Pinned(_)));
+        let Pin::Pinned(word) = page.pin() else { panic!("a resident page takes a pin") };
         assert_eq!(page.start_evicting().unwrap_err().pins, 1);
-        page.unpin(0).unwrap();
-        assert_eq!(page.unpin(0).unwrap_err().code(), ErrorCode::Internal);
+        page.unpin(word.generation).unwrap();
+        assert_eq!(page.unpin(word.generation).unwrap_err().code(), ErrorCode::StaleToken);
         page.start_evicting().unwrap();
         page.settle(PageState::Absent);
         assert_eq!(draw(page.word()), '.');
@@ -505,12 +499,13 @@ mod tests {
         let page = resident();
         page.pin();
         let before = page.word().generation;
-        assert_eq!(page.force_unpin(1), 1);
-        assert_ne!(page.word().generation, before);
+        assert_eq!(page.force_unpin(), 1);
+        let after = page.word().generation;
+        assert_ne!(after, before);
         page.pin();
-        assert_eq!(page.unpin(0).unwrap_err().code(), ErrorCode::StaleToken);
+        assert_eq!(page.unpin(before).unwrap_err().code(), ErrorCode::StaleToken);
         assert_eq!(page.word().pins, 1);
-        page.unpin(1).unwrap();
+        page.unpin(after).unwrap();
     }
 
     #[test]
@@ -526,8 +521,8 @@ mod tests {
         }
         assert!(!page.stamp(Ticket::new(5, 1), never));
         assert!(page.stamp(Ticket::new(5, 1), |old| old.slot() == 3));
-        assert!(page.replace_stamp(Ticket::new(5, 1), Ticket::UNKNOWN));
-        assert!(page.users().contains(&Ticket::UNKNOWN));
+        assert!(page.replace_stamp(Ticket::new(5, 1), Ticket::new(6, 1)));
+        assert!(page.users().contains(&Ticket::new(6, 1)));
     }
 
     #[test]

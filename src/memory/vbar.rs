@@ -1,4 +1,4 @@
-//! A VBAR as the pager sees it: addresses, page table, run epoch, and the files it is bound to.
+//! A VBAR as the pager sees it: addresses, page table, and the files it is bound to.
 //!
 //! The part that the hit path reads without a lock. What needs the device's lock (which pages are
 //! resident, watermark, rank) is in the pager's `BarState`.
@@ -10,7 +10,7 @@ use crate::host::bound::Bound;
 use crate::error::{Error, ErrorCode, Result};
 use crate::memory::page_table::PageTable;
 use crate::memory::space::Space;
-use crate::sync::{Acquire, AtomicU32, AtomicU64, Relaxed};
+use crate::sync::{AtomicU64, Relaxed};
 use crate::units::{DeviceAddress, PageIndex, PageSize, align_up};
 
 /// Allocations start at multiples of this, in bytes, as CUDA's own do.
@@ -26,7 +26,6 @@ pub struct Bar {
     pub page_size: PageSize,
     /// Its pages.
     pub table: PageTable,
-    run_epoch: AtomicU32,
     allocated: AtomicU64,
     bound: OnceLock<Arc<Bound>>,
 }
@@ -41,7 +40,6 @@ impl Bar {
             space,
             page_size,
             table: PageTable::new(page_count),
-            run_epoch: AtomicU32::new(0),
             allocated: AtomicU64::new(0),
             bound: OnceLock::new(),
         }
@@ -115,18 +113,6 @@ impl Bar {
     #[must_use]
     pub fn bound(&self) -> Option<&Arc<Bound>> {
         self.bound.get()
-    }
-
-    /// The run that pins are made in; a forced end of run starts the next one.
-    #[inline]
-    #[must_use]
-    pub fn run_epoch(&self) -> u32 {
-        self.run_epoch.load(Acquire)
-    }
-
-    /// Starts the next run: pins of runs before are about to be taken back.
-    pub fn next_run(&self) -> u32 {
-        self.run_epoch.fetch_add(1, crate::sync::AcqRel) + 1
     }
 
     #[cold]

@@ -24,6 +24,9 @@ use crate::units::Stream;
 /// Streams of one context that can be known at a time.
 pub const SLOT_COUNT: usize = 256;
 
+/// A slot of its own, behind the streams': it is never recorded on.
+const UNRECORDED: u16 = SLOT_COUNT as u16;
+
 const FREE: u64 = 0;
 const RETIRED: u64 = u64::MAX;
 
@@ -84,7 +87,7 @@ impl Fences {
     /// Fences with no stream known yet.
     #[must_use]
     pub fn new(driver: Arc<dyn Driver>, record_interval: Duration) -> Self {
-        let slots = (0..SLOT_COUNT).map(|_| Slot::new()).collect();
+        let slots = (0..=SLOT_COUNT).map(|_| Slot::new()).collect();
         Self {
             driver,
             slots,
@@ -130,6 +133,12 @@ impl Fences {
         Ticket::new(slot.index, sequence)
     }
 
+    /// A ticket for uses that no fence will ever cover: only a wait for the context passes it.
+    #[must_use]
+    pub fn unrecorded_stamp(&self) -> Ticket {
+        Ticket::new(UNRECORDED, self.slots[UNRECORDED as usize].next.load(Acquire))
+    }
+
     /// Whether the slot is still the stream's: asked after a stamp was published. Where it is not,
     /// the stamp is to be made again with the slot that this returns.
     #[inline]
@@ -150,8 +159,7 @@ impl Fences {
         if ticket.is_none() {
             return true;
         }
-        ticket != Ticket::UNKNOWN
-            && ticket.sequence() <= self.slots[ticket.slot() as usize].passed.load(Acquire)
+        ticket.sequence() <= self.slots[ticket.slot() as usize].passed.load(Acquire)
     }
 
     /// Whether work on the stream comes after the ticket already: passed, own, or waited for.
@@ -159,10 +167,8 @@ impl Fences {
     #[must_use]
     pub fn ordered_before(&self, ticket: Ticket, slot: StreamSlot) -> bool {
         self.known_passed(ticket)
-            || ticket != Ticket::UNKNOWN
-                && (ticket.slot() == slot.index
-                    || self.entry(slot).waited[ticket.slot() as usize].load(Acquire)
-                        >= ticket.sequence())
+            || ticket.slot() == slot.index
+            || self.entry(slot).waited[ticket.slot() as usize].load(Acquire) >= ticket.sequence()
     }
 
     /// What is known of a ticket after asking the driver.
@@ -173,9 +179,6 @@ impl Fences {
     pub fn cover(&self, ticket: Ticket) -> Result<Cover> {
         if self.known_passed(ticket) {
             return Ok(Cover::Passed);
-        }
-        if ticket == Ticket::UNKNOWN {
-            return Ok(Cover::Unknown);
         }
         let entry = &self.slots[ticket.slot() as usize];
         if entry.recorded.load(Acquire) < ticket.sequence() {
@@ -197,9 +200,6 @@ impl Fences {
     ) -> Result<bool> {
         if self.ordered_before(ticket, slot) {
             return Ok(true);
-        }
-        if ticket == Ticket::UNKNOWN {
-            return Ok(false);
         }
         let ring = self.slots[ticket.slot() as usize].ring.lock();
         let covering = ring.pending.iter().find(|(sequence, _)| *sequence >= ticket.sequence());
@@ -395,7 +395,7 @@ impl Slot {
             recorded: AtomicU64::new(0),
             passed: AtomicU64::new(0),
             recorded_at: AtomicU64::new(0),
-            waited: (0..SLOT_COUNT).map(|_| AtomicU64::new(0)).collect(),
+            waited: (0..=SLOT_COUNT).map(|_| AtomicU64::new(0)).collect(),
             ring: Mutex::new(Ring::default()),
         }
     }

@@ -8,9 +8,9 @@
 use std::sync::Arc;
 
 use super::Pager;
-use super::plan::{Claim, Take, Victim, note_eviction};
+use super::plan::{Claim, Protected, Take, Victim};
 use super::state::{Lingering, LingeringFrame};
-use crate::copy::fill::{FillJob, Filler};
+use crate::copy::fill::FillJob;
 use crate::counters;
 use crate::driver::{DriverError, DriverResult, FrameHandle};
 use crate::error::{Error, ErrorCode, Result};
@@ -52,10 +52,14 @@ struct Placed {
 
 impl Pager {
     /// Gives every claim its frame, orders the writer behind the frames' former users, fills bound
-    /// pages and publishes. On success the pages are pinned as the claims say.
-    pub(super) fn act(&self, claims: Vec<Claim>, writer: Option<Writer>) -> std::result::Result<(), Failure> {
+    /// pages and publishes them protected.
+    pub(super) fn act(
+        &self,
+        claims: Vec<Claim>,
+        writer: Option<Writer>,
+    ) -> std::result::Result<Vec<Protected>, Failure> {
         let strict = self.device.options.eviction == Eviction::Strict;
-        let mut placed = self.place(claims)?;
+        let mut placed = self.place(claims);
         let done = if strict { self.unmap_victims_first(&mut placed) } else { Ok(()) }
             .and_then(|()| self.create_missing(&mut placed))
             .and_then(|()| self.map_all(&mut placed))
@@ -67,7 +71,7 @@ impl Pager {
         self.commit(placed, writer)
     }
 
-    fn place(&self, claims: Vec<Claim>) -> std::result::Result<Vec<Placed>, Failure> {
+    fn place(&self, claims: Vec<Claim>) -> Vec<Placed> {
         let state = self.state.lock();
         let placed = claims.into_iter().map(|claim| {
             let frame = match &claim.take {
@@ -78,7 +82,7 @@ impl Pager {
             let handle = frame.map_or(FrameHandle(0), |frame| state.handle(frame));
             Placed { claim, handle, frame, mapped: false }
         });
-        Ok(placed.collect())
+        placed.collect()
     }
 
     /// Strict eviction: the old mapping goes before the new one comes. The page is absent from
@@ -91,6 +95,8 @@ impl Pager {
                 return Err(self.failure(error));
             }
             victim.entry().settle(PageState::Absent);
+            let now = self.device.fences.now();
+            self.state.lock().sink_watermark(victim.bar.id, victim.page, now);
             entry.claim.take = Take::Free(frame);
             counters::add(&self.device.counters.pages_evicted, 1);
         }
@@ -172,7 +178,7 @@ impl Pager {
         &self,
         placed: Vec<Placed>,
         writer: Option<Writer>,
-    ) -> std::result::Result<(), Failure> {
+    ) -> std::result::Result<Vec<Protected>, Failure> {
         counters::add(&self.device.counters.pages_mapped, placed.len() as u64);
         let mut lingering = Vec::new();
         for entry in &placed {
@@ -181,8 +187,17 @@ impl Pager {
                 self.part_with_victim(victim, &entry.claim.users, &mut lingering);
             }
         }
-        self.state.lock().lingering.extend(lingering);
+        {
+            let mut state = self.state.lock();
+            state.lingering.extend(lingering);
+            for entry in &placed {
+                if let Take::Victim(victim) = &entry.claim.take {
+                    state.sink_watermark(victim.bar.id, victim.page, self.device.fences.now());
+                }
+            }
+        }
         let mut first_error = None;
+        let mut published = Vec::with_capacity(placed.len());
         let mut cleared = Cleared::default();
         for entry in placed {
             let frame = entry.frame.expect("every claim has its frame now");
@@ -191,7 +206,7 @@ impl Pager {
                 Some(_) => Err(None),
             };
             match ready {
-                Ok(ticket) => self.publish(&entry.claim, frame, ticket),
+                Ok(ticket) => published.push(self.publish(&entry.claim, frame, ticket)),
                 Err(error) => {
                     self.withdraw(&entry.claim, frame);
                     first_error = first_error.or(error);
@@ -199,7 +214,7 @@ impl Pager {
             }
         }
         self.changed.notify_all();
-        first_error.map_or(Ok(()), |error| Err(Failure::Error(error)))
+        first_error.map_or(Ok(published), |error| Err(Failure::Error(error)))
     }
 
     /// The old mapping goes now if its users have passed, else when they have.
@@ -250,21 +265,20 @@ impl Pager {
         Ok(ticket)
     }
 
-    fn publish(&self, claim: &Claim, frame: FrameIndex, ready: Ticket) {
+    fn publish(&self, claim: &Claim, frame: FrameIndex, ready: Ticket) -> Protected {
         let page = claim.entry();
         page.set_frame(frame);
         let state =
             if ready.is_none() { PageState::Resident } else { PageState::Issued };
-        page.publish(state, claim.pins, ready);
+        let generation = page.publish(state, 1, ready);
         self.state.lock().add_resident(claim.bar.id, claim.page, claim.streams);
+        Protected::new(Arc::clone(&claim.bar), claim.page, generation)
     }
 
     /// Takes a committed page back whose bytes did not arrive. Copies may be under way to it.
     fn withdraw(&self, claim: &Claim, frame: FrameIndex) {
-        let users = match self.filler().and_then(Filler::fence) {
-            Ok(ticket) => vec![ticket],
-            Err(_) => vec![Ticket::UNKNOWN],
-        };
+        let fence = self.filler().and_then(|filler| filler.fence());
+        let users = vec![fence.unwrap_or_else(|_| self.device.fences.unrecorded_stamp())];
         let page = claim.entry();
         page.set_frame(frame);
         page.publish(PageState::Issued, 0, Ticket::NONE);
@@ -281,18 +295,14 @@ impl Pager {
 
     /// Undoes everything before the commit point.
     fn undo(&self, placed: Vec<Placed>) {
-        let now = self.device.fences.now();
         for entry in placed {
             let Placed { claim, handle, frame, mapped } = entry;
             let lost = mapped && self.undo_mapping(&claim);
             let mut state = self.state.lock();
             match (&claim.take, frame) {
                 (Take::Victim(victim), _) => {
-                    let bar = state.bar(victim.bar.id);
-                    let was_full = bar.watermark;
                     victim.entry().settle(PageState::Issued);
                     state.add_resident(victim.bar.id, victim.page, false);
-                    let _ = (was_full, now);
                 }
                 (Take::Free(frame), _) if lost => state.frames.quarantine(*frame),
                 (Take::Free(frame), _) => state.frames.put_free(*frame, claim.users.clone()),
@@ -395,6 +405,3 @@ impl Failure {
         }
     }
 }
-
-#[expect(unused_imports, reason = "named by the module's text")]
-use note_eviction as _;

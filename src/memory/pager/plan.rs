@@ -19,7 +19,7 @@ use crate::memory::vbar::Bar;
 use crate::outcome::{Reason, WaitKind};
 use crate::sync::device::Device;
 use crate::sync::fence::Cover;
-use crate::units::PageIndex;
+use crate::units::{Generation, PageIndex};
 
 /// One range of a request.
 pub(super) struct Item<'a> {
@@ -31,8 +31,6 @@ pub(super) struct Item<'a> {
 pub(super) struct Claim {
     pub(super) bar: Arc<Bar>,
     pub(super) page: PageIndex,
-    /// Pins that the request makes on it: one for each of its ranges that touches the page.
-    pub(super) pins: u32,
     pub(super) take: Take,
     /// Work that may still use the frame: the new bytes come after it.
     pub(super) users: Vec<Ticket>,
@@ -78,12 +76,33 @@ pub(super) enum Usable {
     Passed,
 }
 
+/// A pin that keeps a page of a request from being taken as a victim while the request is served.
+/// It is given back without a stamp: nobody has used the page through it.
+pub(super) struct Protected {
+    bar: Arc<Bar>,
+    page: PageIndex,
+    generation: Generation,
+}
+
+impl Protected {
+    pub(super) fn new(bar: Arc<Bar>, page: PageIndex, generation: Generation) -> Self {
+        Self { bar, page, generation }
+    }
+}
+
+impl Drop for Protected {
+    fn drop(&mut self) {
+        // Taken back by a forced end of run meanwhile is as good.
+        let _ = self.bar.table.page(self.page).unpin(self.generation);
+    }
+}
+
 /// What planning came to.
 pub(super) enum Planned {
-    /// Every page was resident and is pinned.
-    Ready,
-    /// The claims are made; the resident pages of the request are pinned.
-    Act(Vec<Claim>),
+    /// Every page was resident and is protected.
+    Ready(Vec<Protected>),
+    /// The claims are made; the resident pages of the request are protected.
+    Act(Vec<Claim>, Vec<Protected>),
     /// Nothing has changed; ask again when this has moved.
     Wait(WaitKind),
     /// Nothing has changed; frames could be had after a wait for the whole context.
@@ -100,109 +119,82 @@ pub(super) fn plan(
     usable: Usable,
     now: Duration,
 ) -> Result<Planned> {
-    let (pinned, wanted) = match pin_resident(items)? {
-        Walk::Pages { pinned, wanted } => (pinned, wanted),
+    let (protected, wanted) = match protect_resident(items)? {
+        Walk::Pages(protected, wanted) => (protected, wanted),
         Walk::Wait(kind) => return Ok(Planned::Wait(kind)),
         Walk::Refuse(reason) => return Ok(Planned::Refuse(reason)),
     };
     if wanted.is_empty() {
-        return Ok(Planned::Ready);
+        return Ok(Planned::Ready(protected));
     }
-    let refused = below_watermark(state, device, &wanted, now)
+    let taken = below_watermark(state, device, &wanted, now)
         .and_then(|()| take_frames(state, device, items, &wanted, usable));
-    match refused {
-        Ok(claims) => Ok(Planned::Act(claims)),
-        Err(stop) => {
-            undo_pins(&pinned);
-            match stop {
-                Stop::Refuse(reason) => Ok(Planned::Refuse(reason)),
-                Stop::ContextWait => Ok(Planned::ContextWait),
-                Stop::Wait(kind) => Ok(Planned::Wait(kind)),
-                Stop::Error(error) => Err(error),
-            }
-        }
-    }
+    Ok(match taken {
+        Ok(claims) => Planned::Act(claims, protected),
+        Err(Stop::Refuse(reason)) => Planned::Refuse(reason),
+        Err(Stop::ContextWait) => Planned::ContextWait,
+        Err(Stop::Wait(kind)) => Planned::Wait(kind),
+    })
 }
 
 enum Stop {
     Refuse(Reason),
     ContextWait,
     Wait(WaitKind),
-    Error(Error),
-}
-
-impl From<Error> for Stop {
-    fn from(error: Error) -> Self {
-        Self::Error(error)
-    }
 }
 
 type PageOf<'a> = (&'a Arc<Bar>, PageIndex);
 
 enum Walk<'a> {
-    Pages { pinned: Vec<PageOf<'a>>, wanted: Vec<(PageOf<'a>, u32)> },
+    Pages(Vec<Protected>, Vec<PageOf<'a>>),
     Wait(WaitKind),
     Refuse(Reason),
 }
 
-/// Pins what is resident and lists what is absent, with the pins that it will get.
-fn pin_resident<'a>(items: &[Item<'a>]) -> Result<Walk<'a>> {
-    let mut pinned: Vec<PageOf<'a>> = Vec::new();
-    let mut wanted: Vec<(PageOf<'a>, u32)> = Vec::new();
+/// Protects what is resident and lists what is absent, each page once.
+fn protect_resident<'a>(items: &[Item<'a>]) -> Result<Walk<'a>> {
+    let mut protected = Vec::new();
+    let mut wanted: Vec<PageOf<'a>> = Vec::new();
     for item in items {
         for (index, page) in item.bar.table.pages(item.pages.clone()) {
-            let stop = match page.pin() {
-                Pin::Pinned(_) => {
-                    pinned.push((item.bar, index));
+            let word = match page.pin() {
+                Pin::Pinned(word) => {
+                    let bar = Arc::clone(item.bar);
+                    protected.push(Protected::new(bar, index, word.generation));
                     continue;
                 }
                 Pin::Full => {
-                    undo_pins(&pinned);
-                    let text = format!("page {index} has 65535 pins");
+                    let text = format!("page {index} has as many pins as can be counted");
                     return Err(Error::new(ErrorCode::TooManyPins, text));
                 }
-                Pin::Absent(word) => match word.state {
-                    PageState::Absent => {
-                        let same = |((bar, at), _): &&mut (PageOf<'_>, u32)| {
-                            bar.id == item.bar.id && *at == index
-                        };
-                        // Pages repeat only when ranges of one request share a page.
-                        let again = if items.len() > 1 { wanted.iter_mut().find(same) } else { None };
-                        match again {
-                            Some((_, pins)) => *pins += 1,
-                            None => wanted.push(((item.bar, index), 1)),
-                        }
-                        continue;
-                    }
-                    PageState::Quarantined => Walk::Refuse(Reason::Quarantined),
-                    PageState::Evicting => Walk::Wait(WaitKind::OldMapping),
-                    _ => Walk::Wait(WaitKind::Claim),
-                },
+                Pin::Absent(word) => word,
             };
-            undo_pins(&pinned);
-            return Ok(stop);
+            match word.state {
+                PageState::Absent => {
+                    // Pages repeat only when ranges of one request share a page.
+                    let same = |(bar, at): &PageOf<'_>| bar.id == item.bar.id && *at == index;
+                    if items.len() == 1 || !wanted.iter().any(same) {
+                        wanted.push((item.bar, index));
+                    }
+                }
+                PageState::Quarantined => return Ok(Walk::Refuse(Reason::Quarantined)),
+                PageState::Evicting => return Ok(Walk::Wait(WaitKind::OldMapping)),
+                _ => return Ok(Walk::Wait(WaitKind::Claim)),
+            }
         }
     }
-    Ok(Walk::Pages { pinned, wanted })
-}
-
-/// Takes back pins that protected pages during planning: nobody has used them, so no stamp.
-pub(super) fn undo_pins(pinned: &[PageOf<'_>]) {
-    for (bar, page) in pinned {
-        // A pin taken back by a forced end of run meanwhile is gone, which is as good.
-        let _ = bar.table.page(*page).unpin(bar.run_epoch());
-    }
+    Ok(Walk::Pages(protected, wanted))
 }
 
 fn below_watermark(
     state: &mut State,
     device: &Device,
-    wanted: &[(PageOf<'_>, u32)],
+    wanted: &[PageOf<'_>],
     now: Duration,
 ) -> std::result::Result<(), Stop> {
     let page_bytes = device.options.page_size.bytes();
     let surplus = state.creatable(page_bytes) + state.frames.free_count();
-    for ((bar, page), _) in wanted {
+    for (bar, page) in wanted {
         let entry = state.bar_mut(bar.id);
         if bar.bound().is_some() || page.0 < entry.watermark {
             continue;
@@ -221,7 +213,7 @@ fn take_frames(
     state: &mut State,
     device: &Device,
     items: &[Item<'_>],
-    wanted: &[(PageOf<'_>, u32)],
+    wanted: &[PageOf<'_>],
     usable: Usable,
 ) -> std::result::Result<Vec<Claim>, Stop> {
     let needed = wanted.len();
@@ -251,43 +243,31 @@ fn take_frames(
         untake(state, takes);
         return Err(blocked.stop(device, needed as u64 > allowed, state));
     }
-    Ok(claim(wanted, takes, own, state, device))
+    Ok(claim(wanted, takes, own, state))
 }
 
 fn claim(
-    wanted: &[(PageOf<'_>, u32)],
+    wanted: &[PageOf<'_>],
     takes: Vec<(Take, Vec<Ticket>)>,
     own: OwnVictims,
     state: &mut State,
-    device: &Device,
 ) -> Vec<Claim> {
-    let now = device.fences.now();
     for (take, _) in &takes {
         if let Take::Victim(victim) = take {
-            note_eviction(state, &victim.bar, victim.page, now);
+            state.remove_resident(victim.bar.id, victim.page);
         }
     }
     wanted
         .iter()
         .zip(takes)
-        .map(|(((bar, page), pins), (take, users))| {
+        .map(|((bar, page), (take, users))| {
             let claimed = bar.table.page(*page).claim();
             debug_assert!(claimed.is_ok(), "absent pages are claimed under the lock only");
-            let (bar, page, pins) = (Arc::clone(bar), *page, *pins);
+            let (bar, page) = (Arc::clone(bar), *page);
             let streams = own == OwnVictims::Some && bar.bound().is_some();
-            Claim { bar, page, pins, take, users, streams }
+            Claim { bar, page, take, users, streams }
         })
         .collect()
-}
-
-/// A page leaves its VBAR's set; a bare VBAR's watermark sinks to it.
-pub(super) fn note_eviction(state: &mut State, bar: &Arc<Bar>, page: PageIndex, now: Duration) {
-    state.remove_resident(bar.id, page);
-    if bar.bound().is_none() {
-        let entry = state.bar_mut(bar.id);
-        entry.watermark = entry.watermark.min(page.0);
-        entry.healing.evicted(now);
-    }
 }
 
 /// Puts back what a refused plan took.

@@ -6,7 +6,7 @@
 
 use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use crate::driver::FrameHandle;
 use crate::memory::budget::Budget;
@@ -62,6 +62,8 @@ pub(super) struct State {
     pub(super) lingering: Vec<Lingering>,
     /// Handles whose release failed, and addresses whose unmapping failed.
     pub(super) quarantined_pages: u32,
+    /// VBARs that are closing.
+    pub(super) closing: u32,
     newest: i64,
     oldest: i64,
     next_bar: u32,
@@ -77,6 +79,7 @@ impl State {
             order: BTreeSet::new(),
             lingering: Vec::new(),
             quarantined_pages: 0,
+            closing: 0,
             newest: 0,
             oldest: 0,
             next_bar: 0,
@@ -124,6 +127,16 @@ impl State {
         entry.resident.remove(&page.0);
         if entry.resident.is_empty() {
             self.order.remove(&entry.rank);
+        }
+    }
+
+    /// A page of a bare VBAR was evicted: the watermark sinks to it, so that the next passes do not
+    /// chase memory that is not there.
+    pub(super) fn sink_watermark(&mut self, bar: u32, page: PageIndex, now: Duration) {
+        let entry = self.bar_mut(bar);
+        if entry.bar.bound().is_none() {
+            entry.watermark = entry.watermark.min(page.0);
+            entry.healing.evicted(now);
         }
     }
 

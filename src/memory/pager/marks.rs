@@ -1,0 +1,321 @@
+//! What a user sets and reads: VBARs, ranks, watermarks, floors, budget, residency, numbers.
+
+use std::sync::Arc;
+
+use super::state::{BarState, State};
+use super::{Pager, Poll};
+use crate::error::{Error, ErrorCode, Result};
+use crate::memory::budget::BudgetSource;
+use crate::memory::page_table::{PageState, draw};
+use crate::memory::policy::{Healing, Rank};
+use crate::memory::space::{self, Space};
+use crate::memory::vbar::Bar;
+use crate::units::{Generation, PageIndex, Stream};
+
+/// Largest VBAR: 2^31 pages.
+const PAGE_COUNT_MAX: u64 = 1 << 31;
+
+/// The marks of one VBAR, as they are now.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct BarMarks {
+    /// Class: a larger one is kept longer.
+    pub class: i32,
+    /// Pages at or above are not faulted in (bare VBARs).
+    pub watermark: u32,
+    /// Pages below are not evicted.
+    pub floor: u32,
+    /// Pages with a frame.
+    pub resident: u32,
+    /// Pages in all.
+    pub page_count: u32,
+}
+
+/// One page in a residency map.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Residency {
+    /// State.
+    pub state: PageState,
+    /// Pins.
+    pub pins: u32,
+    /// Generation of the bytes.
+    pub generation: Generation,
+    /// As in the drawing of `page_table`.
+    pub drawn: char,
+}
+
+/// The numbers of a device's memory, taken together under the lock.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct MemoryNumbers {
+    /// Bytes of all frames held, those being created included.
+    pub used_bytes: u64,
+    /// The most that `used_bytes` was.
+    pub peak_bytes: u64,
+    /// Bytes of frames on the free list.
+    pub free_bytes: u64,
+    /// Bytes of frames in quarantine, counted in `used_bytes`.
+    pub quarantined_bytes: u64,
+    /// What may be held, and what determines it.
+    pub budget_bytes: u64,
+    /// See `budget_bytes`.
+    pub budget_source: BudgetSource,
+    /// Pages of all VBARs that have a frame.
+    pub resident_pages: u64,
+    /// Mappings that outlast their pages.
+    pub lingering_mappings: u64,
+    /// Pages whose addresses are lost.
+    pub quarantined_pages: u64,
+    /// VBARs open, and closing.
+    pub bars: u32,
+    /// VBARs that were closed and still have pages.
+    pub closing_bars: u32,
+}
+
+/// How an end of run treats pins that are still held.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum HeldPins {
+    /// They stay.
+    Keep,
+    /// They are taken back; their holders' unpins are stale, their pages' bytes unknown.
+    Release,
+}
+
+impl Pager {
+    /// A VBAR of `bytes`, rounded up to whole pages, newest in its class.
+    ///
+    /// # Errors
+    /// `InvalidArgument` for no bytes or more than 2^31 pages; what the driver says.
+    pub fn create_bar(&self, bytes: u64, reserve: bool) -> Result<Arc<Bar>> {
+        self.device.check()?;
+        let page_size = self.device.options.page_size;
+        let pages = page_size.pages_for(bytes);
+        if !(1..=PAGE_COUNT_MAX).contains(&pages) {
+            let text = format!("a VBAR of {bytes} bytes: 1 to {PAGE_COUNT_MAX} pages are possible");
+            return Err(Error::new(ErrorCode::InvalidArgument, text));
+        }
+        let bytes = pages * page_size.bytes();
+        let space = if reserve {
+            let _scope = self.device.enter()?;
+            self.reap()?;
+            space::reserve(&*self.device.driver, bytes, page_size)
+                .map_err(|error| self.device.note(error))?
+        } else {
+            space::stand_in(bytes)
+        };
+        Ok(self.enter_bar(space))
+    }
+
+    fn enter_bar(&self, space: Space) -> Arc<Bar> {
+        let mut state = self.state.lock();
+        let id = state.next_bar_id();
+        let bar = Arc::new(Bar::new(id, space, self.device.options.page_size));
+        let recency = state.newest_recency();
+        let entry = BarState {
+            bar: Arc::clone(&bar),
+            rank: Rank { class: 0, recency, bar: id },
+            resident: Default::default(),
+            streaming: Default::default(),
+            watermark: bar.table.page_count(),
+            floor: 0,
+            healing: Healing::new(self.device.options.heal_window),
+            closing: false,
+        };
+        state.bars.insert(id, entry);
+        bar
+    }
+
+    /// Tells the fences whether VBARs exceed the budget: then every unpin records at once.
+    pub fn update_eager(&self) {
+        let state = self.state.lock();
+        let open = state.bars.values().filter(|entry| !entry.closing);
+        let bytes = open.fold(0u64, |sum, entry| {
+            sum.saturating_add(entry.bar.allocated_bytes())
+        });
+        self.device.fences.set_eager(bytes > state.budget.allowed().0);
+    }
+
+    /// Marks of a VBAR.
+    #[must_use]
+    pub fn marks(&self, bar: &Bar) -> BarMarks {
+        let state = self.state.lock();
+        let entry = state.bar(bar.id);
+        BarMarks {
+            class: entry.rank.class,
+            watermark: entry.watermark,
+            floor: entry.floor,
+            resident: entry.resident.len() as u32,
+            page_count: bar.table.page_count(),
+        }
+    }
+
+    /// Makes a VBAR the newest of its class and lifts its watermark to all pages.
+    pub fn prioritise(&self, bar: &Bar) {
+        let mut state = self.state.lock();
+        let recency = state.newest_recency();
+        let class = state.bar(bar.id).rank.class;
+        state.set_rank(bar.id, class, recency);
+        state.bar_mut(bar.id).watermark = bar.table.page_count();
+    }
+
+    /// Makes a VBAR the oldest of its class; its watermark stays.
+    pub fn deprioritise(&self, bar: &Bar) {
+        let mut state = self.state.lock();
+        let recency = state.oldest_recency();
+        let class = state.bar(bar.id).rank.class;
+        state.set_rank(bar.id, class, recency);
+    }
+
+    /// Puts a VBAR into a class.
+    pub fn set_class(&self, bar: &Bar, class: i32) {
+        let mut state = self.state.lock();
+        let recency = state.bar(bar.id).rank.recency;
+        state.set_rank(bar.id, class, recency);
+    }
+
+    /// Sets the floor, in pages; at most all pages.
+    pub fn set_floor(&self, bar: &Bar, pages: u32) {
+        self.state.lock().bar_mut(bar.id).floor = pages.min(bar.table.page_count());
+    }
+
+    /// Sets a bare VBAR's watermark, in pages, and frees unpinned pages at or above it.
+    ///
+    /// # Errors
+    /// As `free_memory`.
+    pub fn set_watermark(&self, bar: &Arc<Bar>, pages: u32) -> Result<()> {
+        self.device.check()?;
+        let pages = pages.min(bar.table.page_count());
+        let above = {
+            let mut state = self.state.lock();
+            let entry = state.bar_mut(bar.id);
+            entry.watermark = pages;
+            entry.resident.range(pages.max(entry.floor)..).count() as u64
+        };
+        if above > 0 {
+            self.free_memory(bar, above.saturating_mul(self.page_bytes()))?;
+        }
+        // Pinned pages above may have let lower ones go: the mark is what was asked all the same.
+        self.state.lock().bar_mut(bar.id).watermark = pages;
+        Ok(())
+    }
+
+    /// Sets or lifts the explicit budget, in bytes, and gives back at once what it no longer
+    /// covers, as far as pins and fences allow.
+    ///
+    /// # Errors
+    /// `DeviceLost`, `ProcessEnding`, or what the driver says; the budget is set all the same.
+    pub fn set_budget(&self, bytes: Option<u64>) -> Result<()> {
+        self.change_budget(|state| state.budget.set_limit(bytes))
+    }
+
+    /// Sets the headroom, in bytes; as [`Pager::set_budget`].
+    ///
+    /// # Errors
+    /// As [`Pager::set_budget`].
+    pub fn set_headroom(&self, bytes: u64) -> Result<()> {
+        self.change_budget(|state| state.budget.set_headroom(bytes))
+    }
+
+    /// Explicit budget and headroom as they were set, in bytes.
+    #[must_use]
+    pub fn budget_settings(&self) -> (Option<u64>, u64) {
+        let state = self.state.lock();
+        (state.budget.limit(), state.budget.headroom())
+    }
+
+    fn change_budget(&self, change: impl FnOnce(&mut State)) -> Result<()> {
+        change(&mut self.state.lock());
+        self.update_eager();
+        self.device.check()?;
+        let _scope = self.device.enter()?;
+        self.poll_budget(Poll::Now)?;
+        self.reap()?;
+        self.shrink()
+    }
+
+    /// Notices pressure now: asks the driver for its free memory and gives back what the budget no
+    /// longer covers, as a fault would.
+    ///
+    /// # Errors
+    /// As [`Pager::set_budget`].
+    pub fn refresh(&self) -> Result<()> {
+        self.change_budget(|_| ())
+    }
+
+    /// Ends a run of a VBAR: records a fence on the stream, lifts the floor, lets the watermark
+    /// heal, and reports the pages that still have pins, with their number.
+    ///
+    /// # Errors
+    /// What the driver says of the stream.
+    pub fn end_of_run(
+        &self,
+        bar: &Arc<Bar>,
+        stream: Stream,
+        held: HeldPins,
+    ) -> Result<Vec<(PageIndex, u32)>> {
+        self.device.check()?;
+        let _scope = self.device.enter()?;
+        if let (crate::driver::CaptureState::None, Some(slot)) = self.device.inspect(stream)? {
+            self.device.fences.record(stream, slot).map_err(|error| self.device.note(error))?;
+        }
+        let mut state = self.state.lock();
+        let now = self.device.fences.now();
+        let surplus = state.creatable(self.page_bytes()) + state.frames.free_count();
+        let entry = state.bar_mut(bar.id);
+        entry.floor = 0;
+        let healed = entry.healing.observe(now, surplus);
+        entry.watermark = entry.watermark.saturating_add(healed).min(bar.table.page_count());
+        let pages = bar.table.touched();
+        let pinned = pages.filter_map(|(index, page)| {
+            let pins = match held {
+                HeldPins::Keep => page.word().pins,
+                HeldPins::Release => page.force_unpin(),
+            };
+            (pins > 0).then_some((index, pins))
+        });
+        Ok(pinned.collect())
+    }
+
+    /// Every page of a VBAR, from the first.
+    #[must_use]
+    pub fn residency(&self, bar: &Bar) -> Vec<Residency> {
+        let pages = bar.table.pages(0..bar.table.page_count());
+        pages
+            .map(|(_, page)| {
+                let word = page.word();
+                Residency {
+                    state: word.state,
+                    pins: word.pins,
+                    generation: word.generation,
+                    drawn: draw(word),
+                }
+            })
+            .collect()
+    }
+
+    /// The numbers of the device's memory.
+    #[must_use]
+    pub fn numbers(&self) -> MemoryNumbers {
+        let state = self.state.lock();
+        let page_bytes = self.page_bytes();
+        let bytes = |frames: u32| u64::from(frames) * page_bytes;
+        let (budget_bytes, budget_source) = state.budget.allowed();
+        MemoryNumbers {
+            used_bytes: bytes(state.frames.held()),
+            peak_bytes: bytes(state.frames.peak()),
+            free_bytes: bytes(state.frames.free_count()),
+            quarantined_bytes: bytes(state.frames.quarantined()),
+            budget_bytes,
+            budget_source,
+            resident_pages: state.bars.values().map(|entry| entry.resident.len() as u64).sum(),
+            lingering_mappings: state.lingering.len() as u64,
+            quarantined_pages: u64::from(state.quarantined_pages),
+            bars: state.bars.len() as u32 - state.closing,
+            closing_bars: state.closing,
+        }
+    }
+
+    /// Page-locked bytes that the pager holds.
+    #[must_use]
+    pub fn locked_bytes(&self) -> u64 {
+        self.filler.lock().as_ref().map_or(0, |filler| filler.locked_bytes())
+    }
+}

@@ -1,0 +1,595 @@
+//! The pager: the one place where pages change hands.
+//!
+//! Owns the state of a device's memory behind one lock, and serves faults: a hit pins pages by
+//! their words alone; a miss plans the whole request under the lock (`plan`), carries it out with
+//! the lock released (`act`), and gives memory back under pressure (`release`). Waits happen with
+//! no lock held. Decides nothing that `policy` and `budget` can decide.
+
+mod act;
+mod marks;
+mod plan;
+mod release;
+mod state;
+
+use std::collections::HashMap;
+use std::ops::Range;
+use std::sync::Arc;
+
+use smallvec::SmallVec;
+
+use crate::copy::fill::Filler;
+use crate::counters;
+use crate::driver::{CaptureState, DriverError};
+use crate::error::{Error, ErrorCode, Result};
+use crate::memory::budget::Budget;
+use crate::memory::page_table::{Page, PageState, Pin, Ticket};
+use crate::memory::vbar::Bar;
+use crate::options::Eviction;
+use crate::outcome::{Reason, WaitKind};
+use crate::sync::device::Device;
+use crate::sync::fence::{Cover, StreamSlot};
+use crate::sync::wait::Wait;
+use crate::sync::{Condvar, Mutex};
+use crate::units::{Generation, Stream};
+
+pub use marks::{BarMarks, Residency};
+pub use release::{Freed, Shortfall};
+
+use act::{Failure, Writer};
+use plan::{Item, Planned, Protected, Usable};
+use state::State;
+
+/// See the module's text.
+pub struct Pager {
+    /// The device, shared with the layers above.
+    pub device: Arc<Device>,
+    state: Mutex<State>,
+    changed: Condvar,
+    filler: Mutex<Option<Arc<Filler>>>,
+}
+
+/// Pins on the pages of one range, given back by [`Pager::unpin`].
+#[derive(Debug)]
+pub struct Hold {
+    /// The pages.
+    pub pages: Range<u32>,
+    /// Their generations while pinned: the range's signature.
+    pub generations: SmallVec<[Generation; 4]>,
+    /// The stream that uses the pages, and its slot.
+    pub stream: Stream,
+    /// `None` for `Stream::NONE`.
+    pub slot: Option<StreamSlot>,
+}
+
+/// What a fault came to.
+#[derive(Debug)]
+pub enum Faulted<T> {
+    /// Every page is resident, pinned, and valid for the stream given.
+    Resident(T),
+    /// Nothing has changed.
+    Offloaded(Reason),
+}
+
+/// One range of a `fault_many`.
+#[derive(Clone)]
+pub struct Request<'a> {
+    /// The VBAR.
+    pub bar: &'a Arc<Bar>,
+    /// Its pages.
+    pub pages: Range<u32>,
+}
+
+/// How the caller's stream can be used.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Mode {
+    /// Waits are placed on the stream.
+    Stream,
+    /// There is no stream, or it is being captured: the CPU waits.
+    Cpu,
+}
+
+impl Pager {
+    /// A pager with no VBAR and no frame.
+    #[must_use]
+    pub fn new(device: Arc<Device>) -> Self {
+        let options = &device.options;
+        let page_bytes = options.page_size.bytes();
+        let jitter = u64::from(std::process::id());
+        let budget = Budget::new(options.budget_bytes, options.headroom_bytes, page_bytes, jitter);
+        Self {
+            state: Mutex::new(State::new(budget)),
+            changed: Condvar::new(),
+            filler: Mutex::new(None),
+            device,
+        }
+    }
+
+    /// Makes pages resident and pins them, for use on `stream`.
+    ///
+    /// # Errors
+    /// `TimedOut`, `Cancelled`, `TooManyPins`, `Io` and `FileChanged` of a bound VBAR,
+    /// `DeviceLost`, `ProcessEnding`, and what the driver says. Nothing is pinned then.
+    #[inline]
+    pub fn fault(
+        &self,
+        bar: &Arc<Bar>,
+        pages: Range<u32>,
+        stream: Stream,
+    ) -> Result<Faulted<Hold>> {
+        self.device.check()?;
+        let context = match stream.is_implicit() {
+            true => Some(self.device.enter_context()?),
+            false => None,
+        };
+        let (capture, slot) = self.device.inspect(stream)?;
+        if let Some((hold, ordered)) = self.pin(bar, pages.clone(), stream, slot)? {
+            if !ordered {
+                self.order_or_unpin(bar, &hold, capture)?;
+            }
+            self.device.counters.hits.raise();
+            return Ok(Faulted::Resident(hold));
+        }
+        drop(context);
+        let request = [Request { bar, pages }];
+        Ok(match self.fault_slowly(&request, stream)? {
+            Faulted::Resident(mut holds) => Faulted::Resident(holds.remove(0)),
+            Faulted::Offloaded(reason) => Faulted::Offloaded(reason),
+        })
+    }
+
+    /// Makes all ranges resident and pins them, or none of them. The holds come in the order of
+    /// the requests.
+    ///
+    /// # Errors
+    /// As [`Pager::fault`].
+    pub fn fault_many(
+        &self,
+        requests: &[Request<'_>],
+        stream: Stream,
+    ) -> Result<Faulted<Vec<Hold>>> {
+        self.device.check()?;
+        self.fault_slowly(requests, stream)
+    }
+
+    /// Pins every page of the range if all are mapped. The flag says whether the stream comes
+    /// after all their ready fences already.
+    #[inline]
+    fn pin(
+        &self,
+        bar: &Bar,
+        pages: Range<u32>,
+        stream: Stream,
+        slot: Option<StreamSlot>,
+    ) -> Result<Option<(Hold, bool)>> {
+        let mut hold = Hold { pages: pages.start..pages.start, generations: SmallVec::new(), stream, slot };
+        let mut ordered = true;
+        for (_, page) in bar.table.pages(pages) {
+            match page.pin() {
+                Pin::Pinned(word) => {
+                    hold.pages.end += 1;
+                    hold.generations.push(word.generation);
+                    ordered &= word.state == PageState::Resident || self.is_ready(page, slot);
+                }
+                Pin::Absent(_) => {
+                    self.release_unused(bar, &hold);
+                    return Ok(None);
+                }
+                Pin::Full => {
+                    self.release_unused(bar, &hold);
+                    let text = "a page has as many pins as can be counted (65535)";
+                    return Err(Error::new(ErrorCode::TooManyPins, text));
+                }
+            }
+        }
+        Ok(Some((hold, ordered)))
+    }
+
+    fn is_ready(&self, page: &Page, slot: Option<StreamSlot>) -> bool {
+        let ready = page.ready();
+        if self.device.fences.known_passed(ready) {
+            page.note_ready();
+            return true;
+        }
+        slot.is_some_and(|slot| self.device.fences.ordered_before(ready, slot))
+    }
+
+    /// Gives pins back that nobody has used.
+    fn release_unused(&self, bar: &Bar, hold: &Hold) {
+        for ((_, page), generation) in bar.table.pages(hold.pages.clone()).zip(&hold.generations) {
+            // Taken back by a forced end of run meanwhile is as good.
+            let _ = page.unpin(*generation);
+        }
+    }
+
+    fn order_or_unpin(&self, bar: &Bar, hold: &Hold, capture: CaptureState) -> Result<()> {
+        let ordered = self.order(bar, hold, capture);
+        if ordered.is_err() {
+            self.release_unused(bar, hold);
+        }
+        ordered
+    }
+
+    /// Lets the hold's stream wait for its pages' ready fences; the CPU where there is no stream or
+    /// it is being captured.
+    fn order(&self, bar: &Bar, hold: &Hold, capture: CaptureState) -> Result<()> {
+        for (_, page) in bar.table.pages(hold.pages.clone()) {
+            if page.word().state == PageState::Issued {
+                self.order_after(page.ready(), hold.stream, hold.slot, capture)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Lets `stream` (or the CPU) wait for one ticket.
+    ///
+    /// # Errors
+    /// Those of waiting, and what the driver says.
+    pub fn order_after(
+        &self,
+        ticket: Ticket,
+        stream: Stream,
+        slot: Option<StreamSlot>,
+        capture: CaptureState,
+    ) -> Result<()> {
+        match slot {
+            Some(slot) if capture == CaptureState::None => {
+                let fences = &self.device.fences;
+                let placed = fences.stream_wait(stream, slot, ticket);
+                if placed.map_err(|error| self.device.note(error))? {
+                    return Ok(());
+                }
+                self.device.wait_passed(&[ticket], WaitKind::Ready)
+            }
+            _ => self.device.wait_passed(&[ticket], WaitKind::Ready),
+        }
+    }
+
+    /// Serves a request that is not a plain hit.
+    #[cold]
+    fn fault_slowly(
+        &self,
+        requests: &[Request<'_>],
+        stream: Stream,
+    ) -> Result<Faulted<Vec<Hold>>> {
+        let _scope = self.device.enter()?;
+        let (capture, slot) = self.device.inspect(stream)?;
+        let unreserved = |request: &Request<'_>| {
+            request.bar.space.kind == crate::memory::space::SpaceKind::Unreserved
+                && !request.pages.is_empty()
+        };
+        if requests.iter().any(unreserved) {
+            return Ok(self.refuse(Reason::NoAddresses));
+        }
+        loop {
+            let protected = match self.make_resident(requests, stream, slot, capture)? {
+                Faulted::Resident(protected) => protected,
+                Faulted::Offloaded(reason) => return Ok(self.refuse(reason)),
+            };
+            // The pages are protected: only a forced end of run can come in between.
+            let holds = self.pin_all(requests, stream, slot)?;
+            drop(protected);
+            let Some(holds) = holds else { continue };
+            for (request, hold) in requests.iter().zip(&holds) {
+                if let Err(error) = self.order(request.bar, hold, capture) {
+                    let all = requests.iter().zip(&holds);
+                    all.for_each(|(request, hold)| self.release_unused(request.bar, hold));
+                    return Err(error);
+                }
+            }
+            return Ok(Faulted::Resident(holds));
+        }
+    }
+
+    fn refuse<T>(&self, reason: Reason) -> Faulted<T> {
+        self.device.counters.refuse(reason);
+        Faulted::Offloaded(reason)
+    }
+
+    fn pin_all(
+        &self,
+        requests: &[Request<'_>],
+        stream: Stream,
+        slot: Option<StreamSlot>,
+    ) -> Result<Option<Vec<Hold>>> {
+        let mut holds = Vec::with_capacity(requests.len());
+        for request in requests {
+            match self.pin(request.bar, request.pages.clone(), stream, slot) {
+                Ok(Some((hold, _))) => holds.push(hold),
+                missing => {
+                    let pinned = requests.iter().zip(&holds);
+                    pinned.for_each(|(request, hold)| self.release_unused(request.bar, hold));
+                    return missing.map(|_| None);
+                }
+            }
+        }
+        Ok(Some(holds))
+    }
+
+    /// Plans and acts until every page is mapped and protected, or the request is refused.
+    fn make_resident(
+        &self,
+        requests: &[Request<'_>],
+        stream: Stream,
+        slot: Option<StreamSlot>,
+        capture: CaptureState,
+    ) -> Result<Faulted<Vec<Protected>>> {
+        let items: Vec<Item<'_>> =
+            requests.iter().map(|r| Item { bar: r.bar, pages: r.pages.clone() }).collect();
+        let bound = items.iter().all(|item| item.bar.bound().is_some());
+        let (mode, writer) = match (capture, slot) {
+            (CaptureState::None, Some(_)) => (Mode::Stream, Some(Writer { stream, slot })),
+            _ => (Mode::Cpu, None),
+        };
+        let strict = self.device.options.eviction == Eviction::Strict;
+        let usable = match mode {
+            _ if strict => Usable::Passed,
+            Mode::Cpu if !bound => Usable::Passed,
+            _ => Usable::Recorded,
+        };
+        let mut patience = Patience::default();
+        loop {
+            self.device.check()?;
+            self.poll_budget(Poll::IfDue)?;
+            self.reap()?;
+            self.shrink()?;
+            let planned = {
+                let mut state = self.state.lock();
+                let now = self.device.fences.now();
+                plan::plan(&mut state, &self.device, &items, usable, now)?
+            };
+            match planned {
+                Planned::Ready(protected) => return Ok(Faulted::Resident(protected)),
+                Planned::Act(claims, mut protected) => {
+                    counters::add(&self.device.counters.misses, 1);
+                    if capture != CaptureState::None && !(bound && capture == CaptureState::Active) {
+                        self.give_up(claims);
+                        return Ok(Faulted::Offloaded(Reason::Capture));
+                    }
+                    match self.act(claims, writer) {
+                        Ok(mapped) => {
+                            protected.extend(mapped);
+                            return Ok(Faulted::Resident(protected));
+                        }
+                        Err(failure) => {
+                            if let Some(reason) = self.after_failure(failure, &mut patience)? {
+                                return Ok(Faulted::Offloaded(reason));
+                            }
+                        }
+                    }
+                }
+                Planned::Wait(kind) => patience.pause(self, kind)?,
+                Planned::ContextWait if patience.may_wait_for_context(capture) => {
+                    self.device.context_wait()?;
+                }
+                Planned::ContextWait => return Ok(Faulted::Offloaded(Reason::FenceUnknown)),
+                Planned::Refuse(reason) => return Ok(Faulted::Offloaded(reason)),
+            }
+        }
+    }
+
+    /// A refusal of the driver caps the budget and is planned around once: what is resident may
+    /// give frames that the driver does not.
+    fn after_failure(&self, failure: Failure, patience: &mut Patience<'_>) -> Result<Option<Reason>> {
+        let reason = failure.into_reason()?;
+        if reason == Reason::DriverMemory {
+            let mut state = self.state.lock();
+            let held = u64::from(state.frames.held()) * self.page_bytes();
+            state.budget.refuse(held);
+            if patience.refused_once.replace(()).is_none() {
+                return Ok(None);
+            }
+        }
+        Ok(Some(reason))
+    }
+
+    /// Asks the driver for its free memory if it is time to.
+    pub(in crate::memory) fn poll_budget(&self, poll: Poll) -> Result<()> {
+        let held_before = {
+            let mut state = self.state.lock();
+            let due = state
+                .polled_at
+                .is_none_or(|at| at.elapsed() >= self.device.options.poll_interval);
+            if poll == Poll::IfDue && !due {
+                return Ok(());
+            }
+            state.polled_at = Some(std::time::Instant::now());
+            state.frames.held()
+        };
+        let memory = self.device.driver.mem_get_info();
+        let memory = memory.map_err(|error| self.device.note(error.into()))?;
+        let mut state = self.state.lock();
+        // The two numbers belong together only if no frame came or went between them.
+        if state.frames.held() == held_before && !state.frames.is_creating() {
+            let held = u64::from(held_before) * self.page_bytes();
+            state.budget.observe(held, memory.free_bytes);
+        }
+        Ok(())
+    }
+
+    /// Gives the pins of a hold back. Work that used the pages on the hold's stream was enqueued
+    /// before the call; the pages keep their bytes until it is done.
+    ///
+    /// # Errors
+    /// `StaleToken` when a forced end of run took pins back before; the others were given back.
+    pub fn unpin(&self, bar: &Arc<Bar>, hold: Hold) -> Result<()> {
+        if crate::process::ending() {
+            return Ok(());
+        }
+        let Some(slot) = hold.slot else { return self.drop_pins(bar, &hold) };
+        let _context = match hold.stream.is_implicit() {
+            true => Some(self.device.enter_context()?),
+            false => None,
+        };
+        match self.device.capture_state(hold.stream) {
+            Ok(CaptureState::Active) => return self.pin_to_graph(bar, hold),
+            Ok(CaptureState::None) => {
+                self.stamp(bar, &hold, hold.stream, slot);
+                let recorded = self.device.fences.record_if_due(hold.stream, slot);
+                let dropped = self.drop_pins(bar, &hold);
+                if let Err(error) = recorded {
+                    log::warn!("no fence was recorded: {}", self.device.note(error));
+                }
+                dropped
+            }
+            // Nothing can be recorded now, or the handle is no good any more: the stamps stay
+            // uncovered until the stream is used again, or the context is waited for.
+            Ok(_) | Err(_) => {
+                self.stamp(bar, &hold, hold.stream, slot);
+                self.drop_pins(bar, &hold)
+            }
+        }
+    }
+
+    /// Remembers that `stream` uses the pages too.
+    ///
+    /// # Errors
+    /// What the driver says of the stream.
+    pub fn also_used_on(&self, bar: &Bar, hold: &Hold, stream: Stream) -> Result<()> {
+        let _context = self.device.enter_context()?;
+        if let (CaptureState::None, Some(slot)) = self.device.inspect(stream)? {
+            self.stamp(bar, hold, stream, slot);
+            return self.device.fences.record(stream, slot).map(|_| ());
+        }
+        let text = "a stream that is being captured cannot be named beside another one";
+        Err(Error::new(ErrorCode::Unsupported, text))
+    }
+
+    #[inline]
+    fn stamp(&self, bar: &Bar, hold: &Hold, stream: Stream, mut slot: StreamSlot) {
+        loop {
+            let ticket = self.device.fences.stamp(slot);
+            for (_, page) in bar.table.pages(hold.pages.clone()) {
+                if !page.stamp(ticket, |other| self.device.fences.known_passed(other)) {
+                    self.join_stamp(page, ticket, stream, slot);
+                }
+            }
+            // The slot may have gone to another stream before the stamps were in place.
+            match self.device.fences.confirm(slot) {
+                Ok(None) => return,
+                Ok(Some(other)) => slot = other,
+                Err(error) => {
+                    log::warn!("a use is known to no fence: {}", self.device.note(error));
+                    let unknown = self.device.fences.unrecorded_stamp();
+                    for (_, page) in bar.table.pages(hold.pages.clone()) {
+                        if !page.stamp(unknown, |_| false) {
+                            let users = page.users();
+                            users.last().is_some_and(|user| page.replace_stamp(*user, unknown));
+                        }
+                    }
+                    return;
+                }
+            }
+        }
+    }
+
+    /// A page that remembers four other streams: ours waits for one of them and takes its place.
+    #[cold]
+    fn join_stamp(&self, page: &Page, ticket: Ticket, stream: Stream, slot: StreamSlot) {
+        let fences = &self.device.fences;
+        for user in page.users() {
+            let joined = matches!(fences.cover(user), Ok(Cover::Recorded | Cover::Passed))
+                && fences.stream_wait(stream, slot, user).is_ok_and(|waits| waits);
+            if joined && page.replace_stamp(user, ticket) {
+                return;
+            }
+        }
+        // None of them is recorded: the page is known to be free only after a context wait.
+        let unknown = fences.unrecorded_stamp();
+        let replaced = page.users().iter().any(|user| page.replace_stamp(*user, unknown));
+        debug_assert!(replaced || page.users().len() < 5, "a full page has a stamp to replace");
+    }
+
+    #[inline]
+    fn drop_pins(&self, bar: &Bar, hold: &Hold) -> Result<()> {
+        let mut result = Ok(());
+        for ((_, page), generation) in bar.table.pages(hold.pages.clone()).zip(&hold.generations) {
+            if let Err(error) = page.unpin(*generation) {
+                result = Err(error);
+            }
+        }
+        result
+    }
+
+    /// The pages of a captured use stay pinned until the graph is gone.
+    #[cold]
+    fn pin_to_graph(&self, bar: &Arc<Bar>, hold: Hold) -> Result<()> {
+        let stream = hold.stream;
+        let kept = Arc::clone(bar);
+        let release = move || {
+            for ((_, page), generation) in
+                kept.table.pages(hold.pages.clone()).zip(&hold.generations)
+            {
+                // Called on a driver thread: only the counts change, no fence is needed since a
+                // graph is destroyed after its launches are done.
+                let _ = page.unpin(*generation);
+            }
+        };
+        // When this fails the closure is dropped uncalled: the pages stay pinned for ever, which
+        // is safe, rather than be evicted under a graph that will be launched.
+        let retained = self.device.driver.graph_retain(stream, Box::new(release));
+        retained.map_err(|error: DriverError| {
+            let error = Error::from(error).context("pages stay pinned, no graph holds them");
+            self.device.note(error)
+        })
+    }
+
+    fn page_bytes(&self) -> u64 {
+        self.device.options.page_size.bytes()
+    }
+
+    /// The filler, made at the first binding; the context is current.
+    pub(in crate::memory) fn filler(&self) -> Result<Arc<Filler>> {
+        let mut filler = self.filler.lock();
+        if let Some(filler) = &*filler {
+            return Ok(Arc::clone(filler));
+        }
+        let made = Arc::new(Filler::new(Arc::clone(&self.device))?);
+        *filler = Some(Arc::clone(&made));
+        Ok(made)
+    }
+
+    /// Makes the staging ring and the fill stream ready, before work that they would stop.
+    ///
+    /// # Errors
+    /// `HostMemory`, or what the driver says.
+    pub fn prepare_filler(&self) -> Result<()> {
+        let _scope = self.device.enter()?;
+        self.filler().map(|_| ())
+    }
+}
+
+/// When to ask the driver for its free memory.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(in crate::memory) enum Poll {
+    /// When the interval is over.
+    IfDue,
+    /// Now.
+    Now,
+}
+
+/// What one request has waited for so far.
+#[derive(Default)]
+struct Patience<'a> {
+    waits: HashMap<&'static str, Wait<'a>>,
+    context_waited: Option<()>,
+    refused_once: Option<()>,
+}
+
+impl<'a> Patience<'a> {
+    fn pause(&mut self, pager: &'a Pager, kind: WaitKind) -> Result<()> {
+        let wait = self.waits.entry(kind.word()).or_insert_with(|| pager.device.wait(kind));
+        if kind == WaitKind::Claim {
+            let patience = wait.check()?;
+            let mut state = pager.state.lock();
+            // The claim may be over already; a lost wake-up costs one short sleep.
+            pager.changed.wait_for(&mut state, patience.min(std::time::Duration::from_millis(1)));
+            return Ok(());
+        }
+        wait.pause()
+    }
+
+    /// Once a request, and never while a known stream is being captured.
+    fn may_wait_for_context(&mut self, capture: CaptureState) -> bool {
+        capture == CaptureState::None && self.context_waited.replace(()).is_none()
+    }
+}
