@@ -6,6 +6,8 @@
 
 pub mod driver;
 pub mod error;
+pub mod host;
+pub mod names;
 pub mod units;
 
 pub use error::{Error, ErrorCode, Result};

@@ -1,0 +1,5 @@
+//! The host's side of the bytes: model files, their headers, and reading them.
+
+pub mod checksum;
+pub mod safetensors;
+pub mod source;
