@@ -7,6 +7,7 @@
 pub mod driver;
 pub mod error;
 pub mod host;
+pub mod model;
 pub mod names;
 pub mod units;
 

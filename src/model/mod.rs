@@ -1,0 +1,3 @@
+//! Models: where their bytes lie, in files and in VBARs.
+
+pub mod binding;
