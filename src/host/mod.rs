@@ -1,5 +1,6 @@
 //! The host's side of the bytes: model files, their headers, and reading them.
 
 pub mod checksum;
+pub mod model_files;
 pub mod safetensors;
 pub mod source;
