@@ -10,6 +10,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use crate::error::{Error, ErrorCode, Result};
+use crate::host::checksum::file_checksum;
 use crate::host::safetensors::{
     Dtype, Header, INDEX_BYTES_MAX, PREFIX_BYTES, header_bytes, parse_header, parse_index,
 };
@@ -211,6 +212,27 @@ impl Model {
             alignment: TENSOR_ALIGNMENT,
         });
         items.collect()
+    }
+
+    /// The tensor that a byte of a file belongs to, so that an error of a read can name it. None
+    /// in a header or past the end. Looks at every tensor.
+    #[must_use]
+    pub fn tensor_at(&self, file: usize, offset: u64) -> Option<&ModelTensor> {
+        self.tensors.iter().find(|tensor| {
+            tensor.file == file
+                && offset.checked_sub(tensor.offset).is_some_and(|within| within < tensor.bytes)
+        })
+    }
+
+    /// The checksum of a tensor's bytes in its file, as the device computes it over the tensor.
+    ///
+    /// # Errors
+    /// `NotFound` for a name that is not in the model; `Io`, naming tensor and file, when its bytes
+    /// cannot be read.
+    pub fn checksum(&self, name: &str) -> Result<u64> {
+        let tensor = self.tensor(name)?;
+        file_checksum(&self.files[tensor.file], tensor.offset, tensor.bytes)
+            .map_err(|error| error.context(format_args!("tensor {}", quoted(name))))
     }
 
     /// Compares each file with what it was when the model was opened.

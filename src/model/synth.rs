@@ -95,9 +95,13 @@ impl SyntheticModel {
     #[must_use]
     pub fn is_at(&self, path: &Path) -> bool {
         let index = path.join(INDEX_NAME);
-        let Ok(model) = Model::open(if self.shards > 1 { &index } else { path }) else {
-            return false;
+        let opened = match self.shards {
+            // A folder with such a file in it is not the file.
+            1 if path.is_dir() => return false,
+            1 => Model::open(path),
+            _ => Model::open(&index),
         };
+        let Ok(model) = opened else { return false };
         let described = |shard: u32| {
             let metadata = model.metadata(shard as usize);
             metadata.get(METADATA_KEY) == Some(&self.description(shard))

@@ -98,6 +98,10 @@ fn check_bytes(model: &Model, seed: u64) {
         assert!(read == wanted, "{} differs", tensor.name);
         let sum = file_checksum(file, tensor.offset, tensor.bytes).unwrap();
         assert_eq!(sum, kernel::checksum(&wanted, 0), "{}", tensor.name);
+        assert_eq!(model.checksum(&tensor.name), Ok(sum));
+        let at = |offset| model.tensor_at(tensor.file, offset) == Some(tensor);
+        let end = tensor.offset + tensor.bytes;
+        assert!(!at(end) && at(end.saturating_sub(1)) == (tensor.bytes > 0), "{}", tensor.name);
     }
 }
 
@@ -157,6 +161,15 @@ fn files_that_are_no_models_are_refused() {
     check_refused(&folder.path().join("absent"), ErrorCode::Io, &["No such file"]);
     check_refused(folder.path(), ErrorCode::Format, &["no *.safetensors file"]);
     check_refused(Path::new("/dev/null"), ErrorCode::Format, &["not a regular file"]);
+}
+
+#[test]
+fn a_pipe_is_refused_and_not_waited_for() {
+    use rustix::fs::{CWD, FileType, Mode, mknodat};
+    let folder = TempDir::new().unwrap();
+    let path = folder.path().join("m.safetensors");
+    mknodat(CWD, &path, FileType::Fifo, Mode::RUSR | Mode::WUSR, 0).unwrap();
+    check_refused(&path, ErrorCode::Format, &["not a regular file"]);
 }
 
 #[test]
@@ -309,6 +322,8 @@ fn scenario_38_b_a_file_truncated_between_open_and_read() {
         let words = ["m.safetensors", &offset, "wanted 8", "got 3", "unexpected end of file"];
         check_error(&error, ErrorCode::Io, &words);
     }
+    let named = model.checksum("b").unwrap_err();
+    check_error(&named, ErrorCode::Io, &["'b'", "m.safetensors", "unexpected end of file"]);
     check_error(&model.check_unchanged().unwrap_err(), ErrorCode::FileChanged, &["size"]);
 }
 
