@@ -4,8 +4,18 @@
 //! a layer needs its weights; the *evictor* takes it back from the coldest pages; bound VBARs
 //! *fill* themselves from safetensors files.
 
+pub mod copy;
+pub mod counters;
 pub mod driver;
 pub mod error;
+pub mod host;
+pub mod memory;
+pub mod model;
+pub mod names;
+pub mod options;
+pub mod outcome;
+pub mod process;
+pub mod sync;
 pub mod units;
 
 pub use error::{Error, ErrorCode, Result};

@@ -21,7 +21,7 @@ impl Bound {
         for segment in binding.segments() {
             let length = segment.target.end - segment.target.start;
             let end = segment.source_offset.checked_add(length);
-            let size = files.get(segment.file).map(|file| file.size());
+            let size = files.get(segment.file).map(|file| file.bytes());
             if !matches!((end, size), (Some(end), Some(size)) if end <= size) {
                 let text = format!(
                     "bytes {}..{} of the VBAR are bound to {length} bytes at {} of file {}, \

@@ -69,6 +69,12 @@ impl Frames {
         self.quarantined
     }
 
+    /// Whether a frame is being created just now.
+    #[must_use]
+    pub fn is_creating(&self) -> bool {
+        self.creating > 0
+    }
+
     /// Counts `count` frames that the caller is about to create.
     pub fn start_creating(&mut self, count: u32) {
         self.creating += count;

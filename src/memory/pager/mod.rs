@@ -32,7 +32,7 @@ use crate::sync::wait::Wait;
 use crate::sync::{Condvar, Mutex};
 use crate::units::{Generation, Stream};
 
-pub use marks::{BarMarks, Residency};
+pub use marks::{BarMarks, HeldPins, MemoryNumbers, Residency};
 pub use release::{Freed, Shortfall};
 
 use act::{Failure, Writer};

@@ -1,0 +1,4 @@
+//! Models: where their bytes lie, in files and in VBARs.
+
+pub mod binding;
+pub mod synth;

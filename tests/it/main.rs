@@ -1,0 +1,5 @@
+//! What a user of the library sees, one module a part.
+
+#![expect(clippy::unwrap_used, reason = "in a test a panic is the report")]
+
+mod files;
