@@ -15,7 +15,11 @@ pub mod names;
 pub mod options;
 pub mod outcome;
 pub mod process;
+pub mod runtime;
 pub mod sync;
 pub mod units;
 
 pub use error::{Error, ErrorCode, Result};
+pub use options::RuntimeOptions;
+pub use outcome::{Reason, WaitKind};
+pub use runtime::{Allocation, AllocationFault, Fault, Guard, ModelBar, Runtime, Vbar};

@@ -23,8 +23,9 @@ pub struct RuntimeOptions {
     /// Most device memory for frames, in bytes; `None`: what the driver says is free, less the
     /// headroom, followed as it changes. A number is bounded by the same.
     pub budget_bytes: Option<u64>,
-    /// Device memory left free for others, in bytes.
-    pub headroom_bytes: u64,
+    /// Device memory left free for others, in bytes; `None`: 256 MiB, or what it was when the
+    /// runtime is open already.
+    pub headroom_bytes: Option<u64>,
     /// Size of pages and frames; a multiple of the device's granularity.
     pub page_size: PageSize,
     /// The context to work in; `None`: the device's primary context.
@@ -55,11 +56,14 @@ pub enum ContextWaits {
     Never,
 }
 
+/// Headroom unless told otherwise, in bytes.
+pub const HEADROOM_DEFAULT: u64 = 256 * MIB;
+
 impl Default for RuntimeOptions {
     fn default() -> Self {
         Self {
             budget_bytes: None,
-            headroom_bytes: 256 * MIB,
+            headroom_bytes: None,
             page_size: PageSize::DEFAULT,
             context: None,
             eviction: Eviction::Aliasing,

@@ -40,8 +40,11 @@ extern "C" fn on_exit() {
 
 fn fork_flag() -> &'static AtomicU8 {
     static ALWAYS: AtomicU8 = AtomicU8::new(1);
-    let Ok(page) = memmap2::MmapMut::map_anon(1) else { return &ALWAYS };
-    if page.advise(memmap2::Advice::WipeOnFork).is_err() {
+    let Ok(mut page) = memmap2::MmapMut::map_anon(1) else { return &ALWAYS };
+    let start = page.as_mut_ptr().cast();
+    // SAFETY: the advice is on one byte of a private anonymous mapping of ours, and changes only
+    // what a child sees there.
+    if unsafe { libc::madvise(start, 1, libc::MADV_WIPEONFORK) } != 0 {
         return &ALWAYS;
     }
     // The mapping is never unmapped: the flag is asked until the process ends.

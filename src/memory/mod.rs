@@ -4,6 +4,7 @@ pub mod budget;
 pub mod frames;
 pub mod page_table;
 pub mod pager;
+pub mod pins;
 pub mod policy;
 pub mod space;
 pub mod vbar;

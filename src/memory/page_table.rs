@@ -146,6 +146,18 @@ impl Ticket {
         self.0 >> SLOT_BITS
     }
 
+    /// The ticket as a number, to be kept in an atomic.
+    #[must_use]
+    pub fn to_bits(self) -> u64 {
+        self.0
+    }
+
+    /// The ticket of [`Ticket::to_bits`].
+    #[must_use]
+    pub fn from_bits(bits: u64) -> Self {
+        Self(bits)
+    }
+
     /// Whether there is nothing to wait for.
     #[must_use]
     pub fn is_none(self) -> bool {

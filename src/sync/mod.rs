@@ -5,7 +5,7 @@ pub mod device;
 pub mod fence;
 pub mod wait;
 
-pub(crate) use parking_lot::{Condvar, Mutex, MutexGuard};
+pub(crate) use parking_lot::{Condvar, Mutex};
 pub(crate) use std::sync::atomic::{
     AtomicBool, AtomicU32, AtomicU64, Ordering, Ordering::AcqRel, Ordering::Acquire,
     Ordering::Relaxed, Ordering::Release,

@@ -24,7 +24,7 @@ use crate::error::{Error, ErrorCode, Result};
 use crate::memory::budget::Budget;
 use crate::memory::page_table::{Page, PageState, Pin, Ticket};
 use crate::memory::vbar::Bar;
-use crate::options::Eviction;
+use crate::options::{Eviction, HEADROOM_DEFAULT};
 use crate::outcome::{Reason, WaitKind};
 use crate::sync::device::Device;
 use crate::sync::fence::{Cover, StreamSlot};
@@ -95,7 +95,8 @@ impl Pager {
         let options = &device.options;
         let page_bytes = options.page_size.bytes();
         let jitter = u64::from(std::process::id());
-        let budget = Budget::new(options.budget_bytes, options.headroom_bytes, page_bytes, jitter);
+        let headroom = options.headroom_bytes.unwrap_or(HEADROOM_DEFAULT);
+        let budget = Budget::new(options.budget_bytes, headroom, page_bytes, jitter);
         Self {
             state: Mutex::new(State::new(budget)),
             changed: Condvar::new(),
@@ -193,8 +194,8 @@ impl Pager {
         slot.is_some_and(|slot| self.device.fences.ordered_before(ready, slot))
     }
 
-    /// Gives pins back that nobody has used.
-    fn release_unused(&self, bar: &Bar, hold: &Hold) {
+    /// Gives pins back that nobody has used: no stamp, no fence.
+    pub fn release_unused(&self, bar: &Bar, hold: &Hold) {
         for ((_, page), generation) in bar.table.pages(hold.pages.clone()).zip(&hold.generations) {
             // Taken back by a forced end of run meanwhile is as good.
             let _ = page.unpin(*generation);
@@ -322,6 +323,10 @@ impl Pager {
         };
         let strict = self.device.options.eviction == Eviction::Strict;
         let usable = match mode {
+            // On a capturing stream a bound VBAR is filled on the fill stream, which is none of
+            // the capture's; anything else would have to be recorded or waited for.
+            _ if capture == CaptureState::Implicit => Usable::Nothing,
+            _ if capture != CaptureState::None && !bound => Usable::Nothing,
             _ if strict => Usable::Passed,
             Mode::Cpu if !bound => Usable::Passed,
             _ => Usable::Recorded,
@@ -341,10 +346,6 @@ impl Pager {
                 Planned::Ready(protected) => return Ok(Faulted::Resident(protected)),
                 Planned::Act(claims, mut protected) => {
                     counters::add(&self.device.counters.misses, 1);
-                    if capture != CaptureState::None && !(bound && capture == CaptureState::Active) {
-                        self.give_up(claims);
-                        return Ok(Faulted::Offloaded(Reason::Capture));
-                    }
                     match self.act(claims, writer) {
                         Ok(mapped) => {
                             protected.extend(mapped);
@@ -473,7 +474,7 @@ impl Pager {
                     for (_, page) in bar.table.pages(hold.pages.clone()) {
                         if !page.stamp(unknown, |_| false) {
                             let users = page.users();
-                            users.last().is_some_and(|user| page.replace_stamp(*user, unknown));
+                            let _replaced = users.iter().any(|u| page.replace_stamp(*u, unknown));
                         }
                     }
                     return;

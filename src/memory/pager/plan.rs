@@ -74,6 +74,8 @@ pub(super) enum Usable {
     Recorded,
     /// Only those whose users have passed.
     Passed,
+    /// None: the stream is being captured, so only what is resident will do.
+    Nothing,
 }
 
 /// A pin that keeps a page of a request from being taken as a victim while the request is served.
@@ -126,6 +128,9 @@ pub(super) fn plan(
     };
     if wanted.is_empty() {
         return Ok(Planned::Ready(protected));
+    }
+    if usable == Usable::Nothing {
+        return Ok(Planned::Refuse(Reason::Capture));
     }
     let taken = below_watermark(state, device, &wanted, now)
         .and_then(|()| take_frames(state, device, items, &wanted, usable));

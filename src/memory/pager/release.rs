@@ -129,7 +129,7 @@ impl Pager {
             excess = excess.saturating_sub(on_their_way as u32);
             let free = take_passed_free(&mut state, self, excess);
             excess -= free.len() as u32;
-            let pages = self.take_by_rank(&mut state, excess);
+            let pages = self.take_by_rank(&mut state, excess, &mut Blocked::default());
             (free, pages)
         };
         let (free, pages) = victims;
@@ -141,9 +141,13 @@ impl Pager {
     }
 
     /// Takes up to `count` pages of any VBAR, lowest rank first, whose users a fence covers.
-    fn take_by_rank(&self, state: &mut State, count: u32) -> Vec<(Victim, Vec<Ticket>)> {
+    fn take_by_rank(
+        &self,
+        state: &mut State,
+        count: u32,
+        blocked: &mut Blocked,
+    ) -> Vec<(Victim, Vec<Ticket>)> {
         let mut taken = Vec::new();
-        let mut blocked = Blocked::default();
         for rank in &state.order {
             let entry = state.bar(rank.bar);
             for page in entry.resident.range(entry.floor..).rev() {
@@ -152,7 +156,7 @@ impl Pager {
                 }
                 let page = PageIndex(*page);
                 let usable = Usable::Recorded;
-                taken.extend(start_evicting(&self.device, &entry.bar, page, usable, &mut blocked));
+                taken.extend(start_evicting(&self.device, &entry.bar, page, usable, blocked));
             }
         }
         self.note_taken(state, &taken);
@@ -189,9 +193,54 @@ impl Pager {
     /// # Errors
     /// `DeviceLost`, `ProcessEnding`, `Cancelled`, or what the driver says.
     pub fn free_memory(&self, bar: &Arc<Bar>, bytes: u64) -> Result<Freed> {
+        self.free(bytes, |count| self.take_from_end(bar, count), |blocked| {
+            self.why_nothing(bar, blocked)
+        })
+    }
+
+    /// Gives memory of all VBARs back to the driver, lowest rank first; as
+    /// [`Pager::free_memory`].
+    ///
+    /// # Errors
+    /// As [`Pager::free_memory`].
+    pub fn free_device_memory(&self, bytes: u64) -> Result<Freed> {
+        let trimmed = {
+            let count = self.wanted_pages(bytes);
+            let held = u64::from(self.state.lock().frames.held()) * self.page_bytes();
+            self.trim(held.saturating_sub(u64::from(count) * self.page_bytes()))?
+        };
+        if trimmed >= bytes {
+            return Ok(Freed { bytes: trimmed, shortfall: None });
+        }
+        let take = |count| {
+            let mut blocked = Blocked::default();
+            let taken = self.take_by_rank(&mut self.state.lock(), count, &mut blocked);
+            (taken, blocked)
+        };
+        let freed = self.free(bytes - trimmed, take, |blocked| match blocked {
+            Blocked { unknown: 1.., .. } => Shortfall::FenceUnknown,
+            Blocked { pinned: 1.., .. } => Shortfall::AllPinned(blocked.pinned),
+            _ => match self.numbers().resident_pages {
+                0 => Shortfall::NothingResident,
+                _ => Shortfall::AtFloor,
+            },
+        })?;
+        Ok(Freed { bytes: freed.bytes + trimmed, ..freed })
+    }
+
+    fn wanted_pages(&self, bytes: u64) -> u32 {
+        self.device.options.page_size.pages_for(bytes).min(u64::from(u32::MAX)) as u32
+    }
+
+    /// Takes victims, waits for their users and releases their frames, until enough is freed.
+    fn free(
+        &self,
+        bytes: u64,
+        take: impl Fn(u32) -> (Vec<(Victim, Vec<Ticket>)>, Blocked),
+        why_nothing: impl Fn(&Blocked) -> Shortfall,
+    ) -> Result<Freed> {
         self.device.check()?;
-        let page_bytes = self.page_bytes();
-        let wanted = self.device.options.page_size.pages_for(bytes).min(u64::from(u32::MAX)) as u32;
+        let wanted = self.wanted_pages(bytes);
         let _scope = self.device.enter()?;
         self.reap()?;
         let mut released = 0;
@@ -200,14 +249,14 @@ impl Pager {
             if released >= wanted {
                 break None;
             }
-            let (taken, blocked) = self.take_from_end(bar, wanted - released);
+            let (taken, blocked) = take(wanted - released);
             if taken.is_empty() {
                 if blocked.unknown > 0 && !context_waited && self.device.may_wait_for_context() {
                     self.device.context_wait()?;
                     context_waited = true;
                     continue;
                 }
-                break Some(self.why_nothing(bar, &blocked));
+                break Some(why_nothing(&blocked));
             }
             let (ready, late) = self.wait_for_victims(taken)?;
             released += self.release_or_linger(ready);
@@ -217,7 +266,7 @@ impl Pager {
             }
         };
         self.changed.notify_all();
-        Ok(Freed { bytes: u64::from(released) * page_bytes, shortfall })
+        Ok(Freed { bytes: u64::from(released) * self.page_bytes(), shortfall })
     }
 
     fn take_from_end(&self, bar: &Arc<Bar>, count: u32) -> (Vec<(Victim, Vec<Ticket>)>, Blocked) {

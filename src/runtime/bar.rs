@@ -1,0 +1,305 @@
+//! A VBAR as a program holds it, and the guard of a fault.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use super::{Allocation, Runtime};
+use crate::error::{Error, ErrorCode, Result};
+use crate::memory::pager::{BarMarks, Faulted, Freed, HeldPins, Hold, Residency};
+use crate::memory::pins::Token;
+use crate::memory::vbar::{self, Bar};
+use crate::outcome::Reason;
+use crate::units::{DeviceAddress, Generation, PageIndex, Stream};
+
+/// A virtual base address register: addresses for one model, memory only where it is needed.
+///
+/// A clone is another handle to the same VBAR; the last one to go closes it, which never blocks.
+#[derive(Clone)]
+pub struct Vbar {
+    inner: Arc<VbarInner>,
+}
+
+pub(super) struct VbarInner {
+    pub(super) runtime: Runtime,
+    pub(super) bar: Arc<Bar>,
+}
+
+/// What a fault came to.
+#[derive(Debug)]
+#[must_use = "a guard that is dropped at once pins nothing"]
+pub enum Fault<G> {
+    /// Resident, pinned by the guard, and valid for the stream given.
+    Resident(G),
+    /// Not resident, by decision; nothing has changed.
+    Offloaded(Reason),
+}
+
+impl<G> Fault<G> {
+    /// The guard, or `None` when the range is offloaded.
+    pub fn resident(self) -> Option<G> {
+        match self {
+            Self::Resident(guard) => Some(guard),
+            Self::Offloaded(_) => None,
+        }
+    }
+
+    /// The reason, or `None` when the range is resident.
+    pub fn offloaded(&self) -> Option<Reason> {
+        match self {
+            Self::Resident(_) => None,
+            Self::Offloaded(reason) => Some(*reason),
+        }
+    }
+}
+
+/// What an end of run found.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct EndOfRun {
+    /// Pages that had pins, with their number. With [`HeldPins::Release`] they have none now.
+    pub held: Vec<(PageIndex, u32)>,
+}
+
+impl Vbar {
+    pub(super) fn new(runtime: Runtime, bar: Arc<Bar>) -> Self {
+        Self { inner: Arc::new(VbarInner { runtime, bar }) }
+    }
+
+    /// First address, a multiple of the page size.
+    #[must_use]
+    pub fn base(&self) -> DeviceAddress {
+        self.bar().space.base
+    }
+
+    /// Length in bytes, whole pages.
+    #[must_use]
+    pub fn bytes(&self) -> u64 {
+        self.bar().space.bytes
+    }
+
+    /// The runtime that the VBAR belongs to.
+    #[must_use]
+    pub fn runtime(&self) -> &Runtime {
+        &self.inner.runtime
+    }
+
+    /// Takes the next `bytes` of a bare VBAR, 512-byte aligned. Allocations may share pages, and
+    /// are given back with the VBAR.
+    ///
+    /// # Errors
+    /// `NoAddresses` when they do not fit, `InvalidArgument` on a bound VBAR.
+    pub fn allocate(&self, bytes: u64) -> Result<Allocation> {
+        if self.bar().bound().is_some() {
+            let text = "a bound VBAR has no room for allocations";
+            return Err(Error::new(ErrorCode::InvalidArgument, text));
+        }
+        let range = self.bar().allocate(bytes)?;
+        self.inner.runtime.pager().update_eager();
+        Ok(Allocation::new(Arc::clone(&self.inner), range))
+    }
+
+    /// Makes a byte range resident, for work on `stream`, and pins it until the guard is dropped.
+    ///
+    /// On a bound VBAR its bytes are the file's. On a bare one they are what was last written while
+    /// the pages kept their generations: see [`Guard::signature`], or use [`Vbar::allocate`], which
+    /// keeps track of that.
+    ///
+    /// # Errors
+    /// `InvalidArgument` for a range outside the VBAR, `TimedOut`, `Cancelled`, `TooManyPins`;
+    /// `Io` and `FileChanged` of a bound VBAR; `DeviceLost`, `ProcessEnding`, and what the driver
+    /// says. Nothing is pinned then.
+    #[inline]
+    pub fn fault(&self, bytes: Range<u64>, stream: Stream) -> Result<Fault<Guard<'_>>> {
+        self.inner.fault(bytes, stream)
+    }
+
+    /// Gives memory of the VBAR back to the driver: from its end down to its floor, whole pages,
+    /// lowering the watermark of a bare one. Waits for fences, never for pins. `u64::MAX` asks for
+    /// everything.
+    ///
+    /// # Errors
+    /// `Cancelled`, `DeviceLost`, `ProcessEnding`, or what the driver says.
+    pub fn free_memory(&self, bytes: u64) -> Result<Freed> {
+        self.inner.runtime.pager().free_memory(self.bar(), bytes)
+    }
+
+    /// Makes the VBAR the newest of its class and lifts its watermark to all pages.
+    pub fn prioritise(&self) {
+        self.inner.runtime.pager().prioritise(self.bar());
+    }
+
+    /// Makes the VBAR the oldest of its class.
+    pub fn deprioritise(&self) {
+        self.inner.runtime.pager().deprioritise(self.bar());
+    }
+
+    /// Puts the VBAR into a class, 0 at first; a larger one is kept longer.
+    pub fn set_class(&self, class: i32) {
+        self.inner.runtime.pager().set_class(self.bar(), class);
+    }
+
+    /// Pages below are not evicted. In pages, at most all of them; an end of run lifts it.
+    pub fn set_floor(&self, pages: u32) {
+        self.inner.runtime.pager().set_floor(self.bar(), pages);
+    }
+
+    /// Sets a bare VBAR's watermark, in pages, and frees unpinned pages at or above it.
+    ///
+    /// # Errors
+    /// As [`Vbar::free_memory`].
+    pub fn set_watermark(&self, pages: u32) -> Result<()> {
+        self.inner.runtime.pager().set_watermark(self.bar(), pages)
+    }
+
+    /// Class, watermark, floor and resident pages.
+    #[must_use]
+    pub fn marks(&self) -> BarMarks {
+        self.inner.runtime.pager().marks(self.bar())
+    }
+
+    /// Ends a run: see [`crate::memory::pager::Pager::end_of_run`].
+    ///
+    /// # Errors
+    /// What the driver says of the stream.
+    pub fn end_of_run(&self, stream: Stream, held: HeldPins) -> Result<EndOfRun> {
+        let held = self.inner.runtime.pager().end_of_run(self.bar(), stream, held)?;
+        Ok(EndOfRun { held })
+    }
+
+    /// Every page's state, from the first.
+    #[must_use]
+    pub fn residency(&self) -> Vec<Residency> {
+        self.inner.runtime.pager().residency(self.bar())
+    }
+
+    /// The first `limit` pages as characters: `.` absent, `f` filling, `i` on its way, `#`
+    /// resident, `P` pinned, `!` evicting, `X` quarantined.
+    #[must_use]
+    pub fn draw(&self, limit: u32) -> String {
+        vbar::draw(self.bar(), limit)
+    }
+
+    /// Closes the VBAR and waits until its memory is given back.
+    ///
+    /// # Errors
+    /// `TimedOut` while other handles, allocations or tokens of it live; those of waiting.
+    pub fn destroy_wait(self) -> Result<()> {
+        let (runtime, bar) = (self.inner.runtime.clone(), Arc::clone(self.bar()));
+        drop(self);
+        runtime.pager().wait_closed(&bar)
+    }
+
+    pub(super) fn bar(&self) -> &Arc<Bar> {
+        &self.inner.bar
+    }
+
+    pub(super) fn inner(&self) -> &VbarInner {
+        &self.inner
+    }
+}
+
+impl VbarInner {
+    #[inline]
+    pub(super) fn fault(&self, bytes: Range<u64>, stream: Stream) -> Result<Fault<Guard<'_>>> {
+        let pages = self.bar.pages_of(&bytes)?;
+        Ok(match self.runtime.pager().fault(&self.bar, pages, stream)? {
+            Faulted::Resident(hold) => Fault::Resident(Guard::new(self, bytes, hold)),
+            Faulted::Offloaded(reason) => Fault::Offloaded(reason),
+        })
+    }
+}
+
+impl Drop for VbarInner {
+    fn drop(&mut self) {
+        self.runtime.pager().close_bar(&self.bar);
+    }
+}
+
+/// Pins on a byte range. Dropping it unpins: by then, all work that uses the range was enqueued on
+/// the guard's stream, and the bytes stay until that work is done.
+///
+/// The stream given to the fault must be valid until the guard is gone.
+pub struct Guard<'a> {
+    vbar: &'a VbarInner,
+    bytes: Range<u64>,
+    hold: Option<Hold>,
+}
+
+impl<'a> Guard<'a> {
+    pub(super) fn new(vbar: &'a VbarInner, bytes: Range<u64>, hold: Hold) -> Self {
+        Self { vbar, bytes, hold: Some(hold) }
+    }
+
+    /// Address of the range's first byte.
+    #[must_use]
+    pub fn address(&self) -> DeviceAddress {
+        self.vbar.bar.space.base.offset(self.bytes.start)
+    }
+
+    /// Length in bytes.
+    #[must_use]
+    pub fn bytes(&self) -> u64 {
+        self.bytes.end - self.bytes.start
+    }
+
+    /// Generations of the pages: equal to an earlier signature of the same range exactly when no
+    /// page has lost its bytes since. Never repeats in a process.
+    #[must_use]
+    pub fn signature(&self) -> &[Generation] {
+        self.hold.as_ref().map_or(&[], |hold| &hold.generations)
+    }
+
+    /// Remembers that another stream uses the range too; call it after that work was enqueued.
+    ///
+    /// # Errors
+    /// What the driver says of the stream; `Unsupported` while it is being captured.
+    pub fn also_used_on(&self, stream: Stream) -> Result<()> {
+        let hold = self.hold.as_ref().expect("a guard holds until it is consumed");
+        self.vbar.runtime.pager().also_used_on(&self.vbar.bar, hold, stream)
+    }
+
+    /// Unpins, as dropping does, and says what failed.
+    ///
+    /// # Errors
+    /// `StaleToken` when the pins were released by a forced end of run.
+    pub fn unpin(mut self) -> Result<()> {
+        let hold = self.hold.take().expect("a guard holds until it is consumed");
+        self.vbar.runtime.pager().unpin(&self.vbar.bar, hold)
+    }
+
+    /// Puts the pins aside under a token, to be given back with [`Runtime::unpin`].
+    #[must_use = "the pages stay pinned until the token is given back"]
+    pub fn into_token(mut self) -> Token {
+        let hold = self.hold.take().expect("a guard holds until it is consumed");
+        self.vbar.runtime.pins().put(Arc::clone(&self.vbar.bar), hold)
+    }
+
+    /// Gives the pins back without a fence: nothing was enqueued that uses the range.
+    pub(super) fn release_unused(mut self) {
+        if let Some(hold) = self.hold.take() {
+            self.vbar.runtime.pager().release_unused(&self.vbar.bar, &hold);
+        }
+    }
+
+    pub(super) fn hold(&self) -> &Hold {
+        self.hold.as_ref().expect("a guard holds until it is consumed")
+    }
+}
+
+impl std::fmt::Debug for Guard<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Guard({} bytes at {})", self.bytes(), self.address())
+    }
+}
+
+impl Drop for Guard<'_> {
+    fn drop(&mut self) {
+        let Some(hold) = self.hold.take() else { return };
+        if let Err(error) = self.vbar.runtime.pager().unpin(&self.vbar.bar, hold) {
+            // A forced end of run said so already; anything else deserves to be seen.
+            match error.code() {
+                ErrorCode::StaleToken => log::debug!("unpin: {error}"),
+                _ => log::warn!("unpin: {error}"),
+            }
+        }
+    }
+}

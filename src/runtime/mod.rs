@@ -1,0 +1,371 @@
+//! The runtime of one device: what a program opens, and hands VBARs out of.
+//!
+//! Owns the wiring (driver, context, pager) and one registry for the process: opening a device
+//! again gives the same runtime. Makes no decision and holds no page.
+
+mod allocation;
+mod bar;
+mod model;
+mod statistics;
+
+use std::sync::{Arc, Weak};
+
+use crate::driver::{DeviceAttribute, Driver, DriverCode};
+use crate::error::{Error, ErrorCode, Result};
+use crate::memory::pager::{Faulted, Freed, MemoryNumbers, Pager, Request};
+use crate::memory::pins::{Pins, Token};
+use crate::options::RuntimeOptions;
+use crate::process;
+use crate::sync::Mutex;
+use crate::sync::device::Device;
+use crate::units::{DeviceOrdinal, PageSize, Stream};
+
+pub use allocation::{Allocation, AllocationFault, FillGuard};
+pub use bar::{EndOfRun, Fault, Guard, Vbar};
+pub use model::ModelBar;
+pub use statistics::Statistics;
+
+
+/// The runtime of one device, shared by everyone who opened it.
+#[derive(Clone)]
+pub struct Runtime {
+    inner: Arc<Inner>,
+}
+
+struct Inner {
+    pager: Pager,
+    pins: Pins,
+    primary: Primary,
+    addresses: Addresses,
+}
+
+/// Whose the context is.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Primary {
+    /// The device's primary context, which the runtime holds a count on.
+    Retained,
+    /// The caller's own.
+    Foreign,
+}
+
+/// Whether VBARs of the device have addresses.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Addresses {
+    Reserved,
+    /// No virtual memory management: stand-in addresses, every fault offloaded.
+    StandIn,
+}
+
+struct Registered {
+    driver: Weak<dyn Driver>,
+    device: DeviceOrdinal,
+    runtime: Weak<Inner>,
+}
+
+static REGISTRY: Mutex<Vec<Registered>> = Mutex::new(Vec::new());
+
+impl Runtime {
+    /// Opens a device, or shares its runtime when it is open: then the page size and the context
+    /// must be the same, and a budget or headroom that is given is applied as a change.
+    ///
+    /// # Errors
+    /// `DeviceNotRegistered` for an ordinal that the driver does not have, `AlreadyOpen` for
+    /// another page size or context, `Unsupported` for a page size that is no multiple of the
+    /// device's granularity, and what the driver says.
+    pub fn open(
+        driver: Arc<dyn Driver>,
+        device: DeviceOrdinal,
+        options: RuntimeOptions,
+    ) -> Result<Self> {
+        let mut registry = REGISTRY.lock();
+        registry.retain(|entry| entry.runtime.strong_count() > 0);
+        if let Some(runtime) = find(&registry, &driver, device) {
+            drop(registry);
+            runtime.apply(&options)?;
+            return Ok(runtime);
+        }
+        let runtime = Self::open_new(Arc::clone(&driver), device, options)?;
+        registry.push(Registered {
+            driver: Arc::downgrade(&driver),
+            device,
+            runtime: Arc::downgrade(&runtime.inner),
+        });
+        Ok(runtime)
+    }
+
+    /// The runtime of a device that is open.
+    ///
+    /// # Errors
+    /// `DeviceNotRegistered` when it is not.
+    pub fn opened(driver: &Arc<dyn Driver>, device: DeviceOrdinal) -> Result<Self> {
+        find(&REGISTRY.lock(), driver, device).ok_or_else(|| {
+            let text = format!("device {device} was not opened; open it first");
+            Error::new(ErrorCode::DeviceNotRegistered, text)
+        })
+    }
+
+    fn open_new(
+        driver: Arc<dyn Driver>,
+        ordinal: DeviceOrdinal,
+        options: RuntimeOptions,
+    ) -> Result<Self> {
+        process::watch();
+        let count = driver.device_get_count()?;
+        if ordinal.0 >= count {
+            let text = format!("device {ordinal} does not exist: the driver has {count}");
+            return Err(Error::new(ErrorCode::DeviceNotRegistered, text));
+        }
+        let addresses = probe_addresses(&*driver, ordinal, options.page_size)?;
+        let (context, primary) = match options.context {
+            Some(context) => (context, Primary::Foreign),
+            None => (driver.device_primary_ctx_retain(ordinal)?, Primary::Retained),
+        };
+        let device = Arc::new(Device::new(driver, ordinal, context, options));
+        let inner = Inner { pager: Pager::new(device), pins: Pins::default(), primary, addresses };
+        let runtime = Self { inner: Arc::new(inner) };
+        log::info!("device {ordinal} opened on {}", runtime.device().driver.description());
+        runtime.pager().refresh()?;
+        Ok(runtime)
+    }
+
+    fn apply(&self, options: &RuntimeOptions) -> Result<()> {
+        let mine = &self.device().options;
+        let context = options.context.unwrap_or(self.device().context);
+        if mine.page_size != options.page_size || self.device().context != context {
+            let text = format!(
+                "device {} is open with pages of {} bytes in context {:#x}",
+                self.ordinal(),
+                mine.page_size.bytes(),
+                self.device().context.0
+            );
+            return Err(Error::new(ErrorCode::AlreadyOpen, text));
+        }
+        if options.budget_bytes.is_some() {
+            self.set_budget(options.budget_bytes)?;
+        }
+        options.headroom_bytes.map_or(Ok(()), |bytes| self.set_headroom(bytes))
+    }
+
+    /// A VBAR of `bytes`, rounded up to whole pages. It takes addresses and no memory; where the
+    /// driver has no addresses for it, every fault is offloaded.
+    ///
+    /// # Errors
+    /// `InvalidArgument` for no bytes, or for more than 2^31 pages.
+    pub fn create_bar(&self, bytes: u64) -> Result<Vbar> {
+        let reserve = self.inner.addresses == Addresses::Reserved;
+        let bar = self.pager().create_bar(bytes, reserve)?;
+        Ok(Vbar::new(self.clone(), bar))
+    }
+
+    /// Makes several byte ranges resident for use on `stream`, or none of them.
+    ///
+    /// # Errors
+    /// `InvalidArgument` for a range outside its VBAR or a VBAR of another runtime; those of
+    /// [`Vbar::fault`].
+    pub fn fault_many<'a>(
+        &self,
+        ranges: &[(&'a Vbar, std::ops::Range<u64>)],
+        stream: Stream,
+    ) -> Result<Fault<Vec<Guard<'a>>>> {
+        let mut requests = Vec::with_capacity(ranges.len());
+        for (vbar, bytes) in ranges {
+            if !Arc::ptr_eq(&vbar.runtime().inner, &self.inner) {
+                let text = "a VBAR of another runtime";
+                return Err(Error::new(ErrorCode::InvalidArgument, text));
+            }
+            requests.push(Request { bar: vbar.bar(), pages: vbar.bar().pages_of(bytes)? });
+        }
+        Ok(match self.pager().fault_many(&requests, stream)? {
+            Faulted::Resident(holds) => {
+                let guards = ranges.iter().zip(holds);
+                Fault::Resident(
+                    guards
+                        .map(|((vbar, bytes), hold)| Guard::new(vbar.inner(), bytes.clone(), hold))
+                        .collect(),
+                )
+            }
+            Faulted::Offloaded(reason) => Fault::Offloaded(reason),
+        })
+    }
+
+    /// Gives the pins of a token back; work that used the pages on the token's stream was enqueued
+    /// before.
+    ///
+    /// # Errors
+    /// `StaleToken` when the token holds no pins, or they were released by force.
+    pub fn unpin(&self, token: Token) -> Result<()> {
+        let (bar, hold) = self.inner.pins.take(token)?;
+        self.pager().unpin(&bar, hold)
+    }
+
+    /// Sets the explicit budget in bytes, or lifts it, and gives back at once what it no longer
+    /// covers, as far as pins and fences allow.
+    ///
+    /// # Errors
+    /// `DeviceLost`, `ProcessEnding`, or what the driver says; the budget is set all the same.
+    pub fn set_budget(&self, bytes: Option<u64>) -> Result<()> {
+        self.pager().set_budget(bytes)
+    }
+
+    /// Sets the headroom in bytes; as [`Runtime::set_budget`]. Lowering it maps nothing.
+    ///
+    /// # Errors
+    /// `InvalidArgument` for more than the device's memory; as [`Runtime::set_budget`].
+    pub fn set_headroom(&self, bytes: u64) -> Result<()> {
+        let total = self.device().driver.device_total_mem(self.ordinal())?;
+        if bytes > total {
+            let text = format!("a headroom of {bytes} bytes on a device of {total}");
+            return Err(Error::new(ErrorCode::InvalidArgument, text));
+        }
+        self.pager().set_headroom(bytes)
+    }
+
+    /// Explicit budget and headroom as they were set, in bytes.
+    #[must_use]
+    pub fn budget_settings(&self) -> (Option<u64>, u64) {
+        self.pager().budget_settings()
+    }
+
+    /// Notices pressure now, as the next miss would.
+    ///
+    /// # Errors
+    /// As [`Runtime::set_budget`].
+    pub fn refresh(&self) -> Result<()> {
+        self.pager().refresh()
+    }
+
+    /// Releases frames that no page has to the driver until at most `keep_bytes` are held. Returns
+    /// the bytes released.
+    ///
+    /// # Errors
+    /// `DeviceLost`, `ProcessEnding`, or what the driver says.
+    pub fn trim(&self, keep_bytes: u64) -> Result<u64> {
+        self.pager().trim(keep_bytes)
+    }
+
+    /// Gives memory of all VBARs back to the driver, lowest rank first; see [`Vbar::free_memory`].
+    ///
+    /// # Errors
+    /// As [`Vbar::free_memory`].
+    pub fn free_memory(&self, bytes: u64) -> Result<Freed> {
+        self.pager().free_device_memory(bytes)
+    }
+
+    /// Tells the runtime that a stream is about to be destroyed; it must still be valid.
+    ///
+    /// # Errors
+    /// What the driver says of the stream.
+    pub fn retire_stream(&self, stream: Stream) -> Result<()> {
+        self.device().check()?;
+        let _scope = self.device().enter()?;
+        self.device().fences.retire(stream)
+    }
+
+    /// Ends every wait under way in this runtime with `Cancelled`.
+    pub fn cancel_waits(&self) {
+        self.device().cancellation.cancel_waits();
+    }
+
+    /// Bytes of frames held, those on the free list included.
+    #[must_use]
+    pub fn used_bytes(&self) -> u64 {
+        self.numbers().used_bytes
+    }
+
+    /// Numbers of the device's memory, taken together.
+    #[must_use]
+    pub fn numbers(&self) -> MemoryNumbers {
+        self.pager().numbers()
+    }
+
+    /// Everything that is counted.
+    #[must_use]
+    pub fn statistics(&self) -> Statistics {
+        Statistics::of(self.pager())
+    }
+
+    /// The device's ordinal.
+    #[must_use]
+    pub fn ordinal(&self) -> DeviceOrdinal {
+        self.device().ordinal
+    }
+
+    /// The size of pages and frames.
+    #[must_use]
+    pub fn page_size(&self) -> PageSize {
+        self.device().options.page_size
+    }
+
+    /// The device below, for programs that launch work themselves.
+    #[must_use]
+    pub fn device(&self) -> &Arc<Device> {
+        &self.pager().device
+    }
+
+    /// Checks the invariants of the pager's tables; for tests.
+    #[must_use]
+    pub fn is_valid(&self) -> bool {
+        self.pager().is_valid()
+    }
+
+    fn pager(&self) -> &Pager {
+        &self.inner.pager
+    }
+
+    fn pins(&self) -> &Pins {
+        &self.inner.pins
+    }
+}
+
+impl Drop for Inner {
+    fn drop(&mut self) {
+        self.pager.close();
+        let device = &self.pager.device;
+        if self.primary == Primary::Retained && device.check().is_ok() {
+            if let Err(error) = device.driver.device_primary_ctx_release(device.ordinal) {
+                log::warn!("closing device {}: {error}", device.ordinal);
+            }
+        }
+    }
+}
+
+fn find(
+    registry: &[Registered],
+    driver: &Arc<dyn Driver>,
+    device: DeviceOrdinal,
+) -> Option<Runtime> {
+    let same = |entry: &&Registered| {
+        entry.device == device
+            && std::ptr::addr_eq(entry.driver.as_ptr(), Arc::as_ptr(driver))
+    };
+    let inner = registry.iter().find(same)?.runtime.upgrade()?;
+    Some(Runtime { inner })
+}
+
+/// Whether the device has virtual memory management, with pages of this size.
+fn probe_addresses(
+    driver: &dyn Driver,
+    device: DeviceOrdinal,
+    page_size: PageSize,
+) -> Result<Addresses> {
+    let attribute = DeviceAttribute::VirtualMemoryManagementSupported;
+    match driver.device_get_attribute(device, attribute) {
+        Ok(0) => {
+            log::warn!("device {device} has no virtual memory management: nothing is resident");
+            return Ok(Addresses::StandIn);
+        }
+        Ok(_) => {}
+        // A driver that does not know the attribute has no virtual memory management.
+        Err(error) if error.code == DriverCode::INVALID_VALUE => return Ok(Addresses::StandIn),
+        Err(error) => return Err(error.into()),
+    }
+    let granularity = driver.mem_get_allocation_granularity(device)?;
+    if granularity == 0 || page_size.bytes() % granularity != 0 {
+        let text = format!(
+            "pages of {} bytes are no multiple of device {device}'s granularity, {granularity}",
+            page_size.bytes()
+        );
+        return Err(Error::new(ErrorCode::Unsupported, text));
+    }
+    Ok(Addresses::Reserved)
+}

@@ -1,0 +1,124 @@
+//! A model bound to a VBAR of its own: faults by tensor, fills itself.
+
+use std::ops::Range;
+use std::path::Path;
+use std::sync::Arc;
+
+use super::{Fault, Guard, Runtime, Vbar};
+use crate::error::{Error, ErrorCode, Result};
+use crate::host::bound::Bound;
+use crate::host::model_files::Model;
+use crate::model::binding::{Binding, lay_out};
+use crate::units::{DeviceAddress, Stream};
+
+/// A safetensors model behind a VBAR.
+pub struct ModelBar {
+    vbar: Vbar,
+    model: Model,
+    places: Vec<Range<u64>>,
+}
+
+impl Runtime {
+    /// Opens a safetensors model (a file, a sharded model's index, or a folder) and binds it.
+    ///
+    /// # Errors
+    /// Those of [`Model::open`] and [`Runtime::bind_model`].
+    pub fn open_model(&self, path: &Path) -> Result<ModelBar> {
+        self.bind_model(Model::open(path)?)
+    }
+
+    /// Binds a model: every tensor gets an address in a new VBAR, in natural order of names, and
+    /// is filled from its file when it is faulted. Takes no device memory.
+    ///
+    /// # Errors
+    /// `InvalidArgument` for a model without bytes, `NoAddresses` for one beyond 2^64,
+    /// `HostMemory` when the staging ring cannot be page-locked, and what the driver says.
+    pub fn bind_model(&self, model: Model) -> Result<ModelBar> {
+        let layout = lay_out(&model.layout_items(), self.page_size(), 0)?;
+        let vbar = self.create_bar(layout.end)?;
+        vbar.bind(layout.binding, model.files().to_vec())?;
+        Ok(ModelBar { vbar, model, places: layout.places })
+    }
+}
+
+impl Vbar {
+    /// Binds the VBAR to files: each segment of the binding names a file by its index. From now on
+    /// a fault fills what it maps.
+    ///
+    /// # Errors
+    /// `InvalidArgument` when the VBAR is bound or has allocations, or a segment leaves its file
+    /// or the VBAR; `HostMemory` when the staging ring cannot be page-locked.
+    pub fn bind(
+        &self,
+        binding: Binding,
+        files: Vec<Arc<crate::host::source::ModelFile>>,
+    ) -> Result<()> {
+        let end = binding.end();
+        let bound = Bound::new(binding, files)?;
+        if end == 0 {
+            return Err(Error::new(ErrorCode::InvalidArgument, "a binding without bytes"));
+        }
+        self.runtime().pager().prepare_filler()?;
+        self.bar().bind(Arc::new(bound), end)?;
+        self.runtime().pager().update_eager();
+        Ok(())
+    }
+}
+
+impl ModelBar {
+    /// The VBAR.
+    #[must_use]
+    pub fn vbar(&self) -> &Vbar {
+        &self.vbar
+    }
+
+    /// The model: its tensors by index and name.
+    #[must_use]
+    pub fn model(&self) -> &Model {
+        &self.model
+    }
+
+    /// A tensor's place in the VBAR, in bytes; 512-byte aligned.
+    ///
+    /// # Panics
+    /// For an index that the model does not have.
+    #[must_use]
+    pub fn place(&self, tensor: usize) -> Range<u64> {
+        self.places[tensor].clone()
+    }
+
+    /// A tensor's address, which never changes.
+    ///
+    /// # Panics
+    /// For an index that the model does not have.
+    #[must_use]
+    pub fn address(&self, tensor: usize) -> DeviceAddress {
+        self.vbar.base().offset(self.places[tensor].start)
+    }
+
+    /// Index of a tensor by its name.
+    ///
+    /// # Errors
+    /// `NotFound`.
+    pub fn index(&self, name: &str) -> Result<usize> {
+        let found = self.model.tensors().iter().position(|tensor| *tensor.name == *name);
+        found.ok_or_else(|| {
+            let text = format!("{}: no tensor {}", self.model.name(), crate::names::quoted(name));
+            Error::new(ErrorCode::NotFound, text)
+        })
+    }
+
+    /// Makes a tensor's bytes resident for work on `stream`.
+    ///
+    /// # Errors
+    /// As [`Vbar::fault`], the tensor's name before the text.
+    ///
+    /// # Panics
+    /// For an index that the model does not have.
+    pub fn fault(&self, tensor: usize, stream: Stream) -> Result<Fault<Guard<'_>>> {
+        self.vbar.fault(self.place(tensor), stream).map_err(|error| {
+            let name = &self.model.tensors()[tensor].name;
+            error.context(format!("tensor {}", crate::names::quoted(name)))
+        })
+    }
+}

@@ -1,0 +1,68 @@
+//! A snapshot of everything that is counted.
+
+use crate::counters::WaitCount;
+use crate::memory::pager::{MemoryNumbers, Pager};
+use crate::outcome::{Reason, WaitKind};
+use crate::sync::Ordering;
+
+/// Numbers of one runtime. Those of `memory` were taken together; counts only ever grow.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Statistics {
+    /// Memory now.
+    pub memory: MemoryNumbers,
+    /// Page-locked host bytes held.
+    pub locked_bytes: u64,
+    /// Faults that found every page resident.
+    pub hits: u64,
+    /// Faults that had to map or fill a page.
+    pub misses: u64,
+    /// Pages that got a frame.
+    pub pages_mapped: u64,
+    /// Pages that lost their frame.
+    pub pages_evicted: u64,
+    /// Of those, pages whose frame was at its next page before its users had passed.
+    pub pages_aliased: u64,
+    /// Bytes copied to the device by fills.
+    pub bytes_filled: u64,
+    /// Driver calls tried again after a transient code.
+    pub driver_retries: u64,
+    /// Refusals by reason, those with none left out.
+    pub refusals: Vec<(Reason, u64)>,
+    /// Waits of the CPU by kind, those with none left out.
+    pub waits: Vec<(WaitKind, WaitCount)>,
+}
+
+impl Statistics {
+    pub(super) fn of(pager: &Pager) -> Self {
+        let counters = &pager.device.counters;
+        let load = |counter: &crate::sync::AtomicU64| counter.load(Ordering::Relaxed);
+        let refusals = Reason::ALL.iter().map(|reason| (*reason, counters.refusals(*reason)));
+        let waits = WaitKind::ALL.iter().map(|kind| (*kind, counters.waits(*kind)));
+        Self {
+            memory: pager.numbers(),
+            locked_bytes: pager.locked_bytes(),
+            hits: counters.hits.sum(),
+            misses: load(&counters.misses),
+            pages_mapped: load(&counters.pages_mapped),
+            pages_evicted: load(&counters.pages_evicted),
+            pages_aliased: load(&counters.pages_aliased),
+            bytes_filled: load(&counters.bytes_filled),
+            driver_retries: load(&counters.driver_retries),
+            refusals: refusals.filter(|(_, count)| *count > 0).collect(),
+            waits: waits.filter(|(_, wait)| wait.count > 0).collect(),
+        }
+    }
+
+    /// Refusals for one reason.
+    #[must_use]
+    pub fn refused(&self, reason: Reason) -> u64 {
+        self.refusals.iter().find(|(of, _)| *of == reason).map_or(0, |(_, count)| *count)
+    }
+
+    /// Waits of one kind.
+    #[must_use]
+    pub fn waited(&self, kind: WaitKind) -> WaitCount {
+        let found = self.waits.iter().find(|(of, _)| *of == kind);
+        found.map_or_else(WaitCount::default, |(_, wait)| *wait)
+    }
+}
