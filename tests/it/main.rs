@@ -2,4 +2,8 @@
 
 #![expect(clippy::unwrap_used, reason = "in a test a panic is the report")]
 
+mod door;
 mod files;
+mod scenarios;
+mod sim_device;
+mod world;

@@ -1,0 +1,150 @@
+//! Events: what a record is, and what waiting for and asking about it mean.
+//!
+//! An event holds its latest record, a place in one stream's order with the clock of that moment.
+//! Never recorded, it makes nothing wait. A record made under capture is no place in a stream.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use parking_lot::Mutex;
+
+use super::Core;
+use super::capture::Capture;
+use super::order::Clock;
+use super::stream::{Point, StreamState, Work};
+use super::verb::Verb;
+use crate::driver::{DriverCode, DriverResult, Event};
+use crate::units::Stream;
+
+/// An event.
+pub(super) struct EventState {
+    handle: usize,
+    pub(super) context: usize,
+    device: usize,
+    record: Mutex<Recorded>,
+}
+
+/// What an event holds.
+#[derive(Clone)]
+enum Recorded {
+    Never,
+    Live(Arc<Record>),
+    /// In the capture, after so many operations of the stream with this id.
+    Captured {
+        capture: Arc<Capture>,
+        stream: u64,
+        made: u64,
+    },
+}
+
+struct Record {
+    point: Point,
+    clock: Clock,
+    /// Whether the host's clock has it.
+    seen: AtomicBool,
+}
+
+impl Core {
+    pub(super) fn event_create(&self) -> DriverResult<Event> {
+        let context = self.current(Verb::EventCreate)?;
+        self.alive(context.device, Verb::EventCreate)?;
+        let (device, context) = (context.device, context.handle);
+        let record = Mutex::new(Recorded::Never);
+        let event = self.events.insert(|handle| EventState { handle, context, device, record });
+        Ok(Event(event.handle))
+    }
+
+    fn event(&self, event: Event, verb: Verb) -> DriverResult<Arc<EventState>> {
+        self.events.get(event.0).ok_or_else(|| verb.error(DriverCode::INVALID_HANDLE))
+    }
+
+    pub(super) fn event_destroy(&self, event: Event) -> DriverResult<()> {
+        let gone = self.events.remove(event.0);
+        gone.map(drop).ok_or_else(|| Verb::EventDestroy.error(DriverCode::INVALID_HANDLE))
+    }
+
+    pub(super) fn event_record(self: &Arc<Self>, event: Event, stream: Stream) -> DriverResult<()> {
+        let verb = Verb::EventRecord;
+        self.current(verb)?;
+        let event = self.event(event, verb)?;
+        let stream = self.stream(stream, verb)?;
+        self.alive(stream.device, verb)?;
+        if event.context != stream.context {
+            return Err(verb.error(DriverCode::INVALID_HANDLE));
+        }
+        if let Some(capture) = self.capture_of(&stream, verb)? {
+            let (made, id) = (capture.made_by(stream.id), stream.id);
+            *event.record.lock() = Recorded::Captured { capture, stream: id, made };
+            return Ok(());
+        }
+        let _launch = self.launches.read();
+        // Under the event's lock, so that two records of one event leave the later one in it.
+        let mut record = event.record.lock();
+        let (number, clock) = self.enqueue(&stream, Work::Mark, None);
+        let (point, seen) = (Point { stream, number }, AtomicBool::new(false));
+        *record = Recorded::Live(Arc::new(Record { point, clock, seen }));
+        drop(record);
+        self.drive();
+        Ok(())
+    }
+
+    pub(super) fn stream_wait_event(
+        self: &Arc<Self>,
+        stream: Stream,
+        event: Event,
+    ) -> DriverResult<()> {
+        let verb = Verb::StreamWaitEvent;
+        self.current(verb)?;
+        let stream = self.stream(stream, verb)?;
+        self.alive(stream.device, verb)?;
+        let recorded = self.event(event, verb)?.record.lock().clone();
+        match recorded {
+            Recorded::Captured { capture, stream: id, made } => {
+                self.join_capture(&stream, &capture, (id, made))
+            }
+            Recorded::Never => self.capture_of(&stream, verb).map(drop),
+            Recorded::Live(record) => {
+                if let Some(capture) = self.capture_of(&stream, verb)? {
+                    capture.invalidate();
+                    return Err(verb.error(DriverCode::STREAM_CAPTURE_ISOLATION));
+                }
+                self.wait_for_record(&stream, &record);
+                Ok(())
+            }
+        }
+    }
+
+    fn wait_for_record(self: &Arc<Self>, stream: &Arc<StreamState>, record: &Record) {
+        // What the host has seen, everything enqueued from now on follows anyway.
+        if record.seen.load(Ordering::Acquire) {
+            return;
+        }
+        let _launch = self.launches.read();
+        self.enqueue(stream, Work::Mark, Some((record.point.clone(), &record.clock)));
+        self.drive();
+    }
+
+    pub(super) fn event_query(&self, event: Event) -> DriverResult<()> {
+        let verb = Verb::EventQuery;
+        self.drive();
+        let answer = self.events.with(event.0, |event| {
+            self.alive(event.device, verb)?;
+            match &*event.record.lock() {
+                Recorded::Never => Ok(()),
+                Recorded::Captured { capture, .. } => {
+                    capture.invalidate();
+                    Err(verb.error(DriverCode::CAPTURED_EVENT))
+                }
+                Recorded::Live(record) if record.point.passed() => {
+                    if !record.seen.load(Ordering::Acquire) {
+                        self.host_has_seen(&record.clock);
+                        record.seen.store(true, Ordering::Release);
+                    }
+                    Ok(())
+                }
+                Recorded::Live(_) => Err(verb.error(DriverCode::NOT_READY)),
+            }
+        });
+        answer.unwrap_or_else(|| Err(verb.error(DriverCode::INVALID_HANDLE)))
+    }
+}

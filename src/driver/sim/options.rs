@@ -1,0 +1,252 @@
+//! What a simulated device is like: its size, its temper, its seed.
+//!
+//! Owns the option string (`capacity=8G,seed=7`), its parser and its canonical form.
+
+use std::fmt;
+use std::time::Duration;
+
+use super::faults::FailRule;
+use super::verb::Verb;
+use crate::driver::code::DriverCode;
+use crate::error::{Error, ErrorCode, Result};
+use crate::units::{GIB, KIB, MIB, TIB, parse_bytes};
+
+/// What happens to a device on which a violation was found.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum OnViolation {
+    /// It is lost, with `ILLEGAL_ADDRESS`.
+    Lose,
+    /// It goes on; the violation is on the list.
+    Record,
+}
+
+/// The options of a simulated device, with their defaults.
+#[derive(Clone, PartialEq, Debug)]
+pub struct SimOptions {
+    /// Memory of each device, in bytes. 8 GiB.
+    pub capacity: u64,
+    /// Devices. 1.
+    pub devices: u32,
+    /// Smallest unit that can be mapped, a power of two of at least one OS page. 2 MiB.
+    pub granularity: u64,
+    /// With a seed, one operation runs at a time, in an order drawn from it; without, each stream
+    /// has a thread.
+    pub seed: Option<u64>,
+    /// Most time that an operation waits before it runs; the wait is drawn. 0.
+    pub latency: Duration,
+    /// Bytes a second that copies run at. As fast as the host can.
+    pub bandwidth: Option<u64>,
+    /// Most bytes that may be reserved. What the operating system has.
+    pub address_space: Option<u64>,
+    /// Most live mappings. What the operating system allows.
+    pub mappings: Option<u64>,
+    /// By how much the free memory that the driver tells may fall short, in bytes. 0.
+    pub jitter: u64,
+    /// Whether new frames hold 0xA5 instead of zeros. No.
+    pub poison: bool,
+    /// Whether virtual memory management works. Yes.
+    pub vmm: bool,
+    /// Whether host peeks must be ordered after the device's writes. No.
+    pub checked: bool,
+    /// What a violation does. It loses the device.
+    pub on_violation: OnViolation,
+    /// Failures to inject from the start.
+    pub fail: Vec<FailRule>,
+}
+
+impl Default for SimOptions {
+    fn default() -> Self {
+        Self {
+            capacity: 8 * GIB,
+            devices: 1,
+            granularity: 2 * MIB,
+            seed: None,
+            latency: Duration::ZERO,
+            bandwidth: None,
+            address_space: None,
+            mappings: None,
+            jitter: 0,
+            poison: false,
+            vmm: true,
+            checked: false,
+            on_violation: OnViolation::Lose,
+            fail: Vec::new(),
+        }
+    }
+}
+
+const KEYS: &str = "capacity, devices, granularity, seed, latency, bandwidth (or slow_copy), \
+                    address_space, mappings, jitter, poison, vmm, checked, on_violation, fail";
+
+impl SimOptions {
+    /// Parses `key=value` pairs with commas between; the empty text gives the defaults.
+    ///
+    /// # Errors
+    /// `InvalidArgument` that names the key, and lists the keys when it is unknown.
+    pub fn parse(text: &str) -> Result<Self> {
+        let mut options = Self::default();
+        for pair in text.split(',').map(str::trim).filter(|pair| !pair.is_empty()) {
+            let (key, value) = pair.split_once('=').unwrap_or((pair, "1"));
+            options
+                .set(key.trim(), value.trim())
+                .and_then(|()| options.check())
+                .map_err(|why| Error::new(ErrorCode::InvalidArgument, format!("sim: {why}")))?;
+        }
+        Ok(options)
+    }
+
+    fn set(&mut self, key: &str, value: &str) -> std::result::Result<(), String> {
+        let number = || {
+            value.parse::<u64>().map_err(|_| format!("{key}={value}: a whole number is expected"))
+        };
+        let size = || parse_bytes(value).map_err(|why| format!("{key}: {why}"));
+        match key {
+            "capacity" => self.capacity = size()?,
+            "devices" => {
+                self.devices = u32::try_from(number()?).map_err(|_| "too many devices")?;
+            }
+            "granularity" => self.granularity = size()?,
+            "seed" => self.seed = Some(number()?),
+            "latency" => self.latency = parse_duration(value)?,
+            "bandwidth" | "slow_copy" => self.bandwidth = Some(size()?),
+            "address_space" => self.address_space = Some(size()?),
+            "mappings" => self.mappings = Some(number()?),
+            "jitter" => self.jitter = size()?,
+            "poison" => self.poison = number()? != 0,
+            "vmm" => self.vmm = number()? != 0,
+            "checked" => self.checked = number()? != 0,
+            "on_violation" => {
+                self.on_violation = match value {
+                    "lose" => OnViolation::Lose,
+                    "record" => OnViolation::Record,
+                    _ => return Err(format!("on_violation={value}: lose or record")),
+                };
+            }
+            "fail" => self.fail.push(parse_fail(value)?),
+            _ => return Err(format!("unknown option '{key}'; the options are: {KEYS}")),
+        }
+        Ok(())
+    }
+
+    fn check(&self) -> std::result::Result<(), String> {
+        if !self.granularity.is_power_of_two() || self.granularity < 4 * KIB {
+            return Err("granularity must be a power of two of at least 4K".into());
+        }
+        if self.capacity == 0 || self.capacity > 64 * TIB {
+            return Err("capacity must be between 1 byte and 64T".into());
+        }
+        if !(1..=64).contains(&self.devices) {
+            return Err("devices must be 1 to 64".into());
+        }
+        if self.bandwidth == Some(0) {
+            return Err("bandwidth must not be 0".into());
+        }
+        Ok(())
+    }
+}
+
+/// `verb:n:code`: the n-th call, counted from 1, fails with the code.
+fn parse_fail(value: &str) -> std::result::Result<FailRule, String> {
+    let wrong = || format!("fail={value}: verb:n:code is expected, as mem_set_access:3:600");
+    let mut parts = value.split(':');
+    let verb = parts.next().unwrap_or_default().parse::<Verb>()?;
+    let nth: u64 = parts.next().and_then(|text| text.parse().ok()).ok_or_else(wrong)?;
+    let code: i32 = parts.next().and_then(|text| text.parse().ok()).ok_or_else(wrong)?;
+    let skip = nth.checked_sub(1).ok_or_else(wrong)?;
+    if parts.next().is_some() {
+        return Err(wrong());
+    }
+    Ok(FailRule { verb, skip, count: 1, code: DriverCode(code) })
+}
+
+fn parse_duration(value: &str) -> std::result::Result<Duration, String> {
+    let end = value.find(|c: char| !c.is_ascii_digit()).unwrap_or(value.len());
+    let (number, unit) = value.split_at(end);
+    let number: u64 = number.parse().map_err(|_| format!("'{value}' is no duration"))?;
+    match unit {
+        "" | "us" => Ok(Duration::from_micros(number)),
+        "ms" => Ok(Duration::from_millis(number)),
+        "s" => Ok(Duration::from_secs(number)),
+        _ => Err(format!("'{value}' is no duration: use us, ms or s")),
+    }
+}
+
+/// A size in its largest whole unit, as [`parse_bytes`] reads it.
+fn exact(bytes: u64) -> String {
+    for (unit, name) in [(TIB, "T"), (GIB, "G"), (MIB, "M"), (KIB, "K")] {
+        if bytes >= unit && bytes.is_multiple_of(unit) {
+            return format!("{}{name}", bytes / unit);
+        }
+    }
+    bytes.to_string()
+}
+
+/// The canonical form: the capacity, then what differs from the defaults.
+impl fmt::Display for SimOptions {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let default = Self::default();
+        write!(f, "capacity={}", exact(self.capacity))?;
+        if self.devices != default.devices {
+            write!(f, ",devices={}", self.devices)?;
+        }
+        if self.granularity != default.granularity {
+            write!(f, ",granularity={}", exact(self.granularity))?;
+        }
+        if let Some(seed) = self.seed {
+            write!(f, ",seed={seed}")?;
+        }
+        if self.latency != default.latency {
+            write!(f, ",latency={}us", self.latency.as_micros())?;
+        }
+        let sizes = [("bandwidth", self.bandwidth), ("address_space", self.address_space)];
+        for (key, value) in sizes {
+            if let Some(bytes) = value {
+                write!(f, ",{key}={}", exact(bytes))?;
+            }
+        }
+        if let Some(count) = self.mappings {
+            write!(f, ",mappings={count}")?;
+        }
+        if self.jitter != 0 {
+            write!(f, ",jitter={}", exact(self.jitter))?;
+        }
+        let flags = [("poison", self.poison, false), ("vmm", self.vmm, true)];
+        for (key, value, default) in flags.into_iter().chain([("checked", self.checked, false)]) {
+            if value != default {
+                write!(f, ",{key}={}", u8::from(value))?;
+            }
+        }
+        if self.on_violation == OnViolation::Record {
+            f.write_str(",on_violation=record")?;
+        }
+        for rule in &self.fail {
+            write!(f, ",fail={}:{}:{}", rule.verb, rule.skip + 1, rule.code.0)?;
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_canonical_form_is_parsed_back() {
+        let text = "capacity=64M,devices=2,granularity=64K,seed=7,latency=50us,bandwidth=1G,\
+                    address_space=1T,mappings=9,jitter=1M,poison=1,vmm=0,checked=1,\
+                    on_violation=record,fail=mem_set_access:3:600";
+        let options = SimOptions::parse(text).unwrap();
+        assert_eq!(options.to_string(), text);
+        assert_eq!(SimOptions::parse("").unwrap(), SimOptions::default());
+    }
+
+    #[test]
+    fn an_unknown_key_lists_the_keys() {
+        let error = SimOptions::parse("capacity=1G,colour=red").unwrap_err().to_string();
+        assert!(error.contains("colour") && error.contains("granularity"), "{error}");
+        for wrong in ["capacity=x", "devices=0", "granularity=3M", "fail=mem_map:0:1", "latency=1h"]
+        {
+            assert!(SimOptions::parse(wrong).is_err(), "{wrong} was accepted");
+        }
+    }
+}

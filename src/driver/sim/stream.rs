@@ -1,0 +1,402 @@
+//! Streams: queues of work, each in its own order, and how work enters and leaves them.
+//!
+//! Owns what a stream is and how an operation is enqueued: its place in the queue, what it waits
+//! for, its clock, and the check of its accesses against the earlier ones of the same frames.
+//! Completion is one atomic number a stream, so that a query is one load. Who runs the work is
+//! `executor`'s affair, what it does to memory `execute`'s.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use parking_lot::{Condvar, Mutex};
+
+use super::Core;
+use super::capture::Capture;
+use super::memory::Space;
+use super::order::{Access, AccessKind, Clock, Order};
+use super::verb::Verb;
+use crate::driver::{DriverResult, KernelCall};
+use crate::units::Stream;
+
+/// How a stream relates to the legacy default stream of its context.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum StreamKind {
+    /// It is the legacy default stream.
+    Legacy,
+    /// It waits for the legacy default stream, and the other way round.
+    Blocking,
+    /// They have nothing to do with each other.
+    NonBlocking,
+}
+
+/// What an operation does. Addresses are device addresses, except host sources and targets.
+#[derive(Clone, Debug)]
+pub(super) enum Work {
+    CopyIn {
+        target: u64,
+        source: u64,
+        bytes: u64,
+    },
+    CopyOut {
+        target: u64,
+        source: u64,
+        bytes: u64,
+    },
+    Fill {
+        target: u64,
+        value: u8,
+        bytes: u64,
+    },
+    Kernel(KernelCall),
+    /// Nothing but a place in the order: an event's record, or a wait.
+    Mark,
+}
+
+/// Bytes of device memory that an operation accesses.
+pub(super) struct Span {
+    pub(super) address: u64,
+    pub(super) bytes: u64,
+    pub(super) kind: AccessKind,
+}
+
+impl Work {
+    pub(super) fn spans(&self) -> impl Iterator<Item = Span> {
+        let span = |address, bytes, kind| Some(Span { address, bytes, kind });
+        let spans = match *self {
+            Self::CopyIn { target, bytes, .. } | Self::Fill { target, bytes, .. } => {
+                [span(target, bytes, AccessKind::Write), None]
+            }
+            Self::CopyOut { source, bytes, .. } => [span(source, bytes, AccessKind::Read), None],
+            Self::Kernel(KernelCall::Checksum { source, bytes, target, .. }) => {
+                [span(source.0, bytes, AccessKind::Read), span(target.0, 8, AccessKind::Add)]
+            }
+            Self::Kernel(KernelCall::Pattern { target, bytes, .. }) => {
+                [span(target.0, bytes, AccessKind::Write), None]
+            }
+            Self::Mark => [None, None],
+        };
+        spans.into_iter().flatten()
+    }
+}
+
+/// A place in a stream's order.
+#[derive(Clone)]
+pub(super) struct Point {
+    pub(super) stream: Arc<StreamState>,
+    pub(super) number: u64,
+}
+
+impl Point {
+    pub(super) fn passed(&self) -> bool {
+        self.stream.completed() >= self.number
+    }
+}
+
+/// One enqueued operation.
+pub(super) struct Operation {
+    pub(super) number: u64,
+    pub(super) work: Work,
+    /// It runs after these, beside everything before it on its own stream.
+    pub(super) after: Vec<Point>,
+}
+
+/// The part of a stream that changes.
+#[derive(Default)]
+pub(super) struct Queue {
+    pub(super) operations: VecDeque<Operation>,
+    pub(super) enqueued: u64,
+    pub(super) clock: Clock,
+    /// Waits that the next operation inherits.
+    pub(super) held: bool,
+    /// Destroyed: the worker leaves when the queue is empty.
+    pub(super) closed: bool,
+    pub(super) has_worker: bool,
+    /// Seeded: when the operation at the head, which has begun, may finish.
+    pub(super) not_before: Option<Instant>,
+}
+
+/// A stream.
+pub(super) struct StreamState {
+    /// Unique in the process.
+    pub(super) id: u64,
+    pub(super) handle: usize,
+    pub(super) context: usize,
+    pub(super) device: usize,
+    pub(super) kind: StreamKind,
+    slot: usize,
+    first_tick: u64,
+    completed: AtomicU64,
+    /// Whether `capture` is set: what a quick verb reads.
+    pub(super) capturing: AtomicBool,
+    pub(super) capture: Mutex<Option<Arc<Capture>>>,
+    pub(super) queue: Mutex<Queue>,
+    /// There is work, or none will come.
+    pub(super) wake: Condvar,
+    /// Work has finished.
+    done: Condvar,
+}
+
+/// Stream ids are unique in the process, over all simulated devices.
+static STREAM_IDS: AtomicU64 = AtomicU64::new(1);
+
+/// How long a waiting thread sleeps before it looks whether the device is going away.
+pub(super) const LOOK: Duration = Duration::from_millis(20);
+
+impl StreamState {
+    pub(super) fn completed(&self) -> u64 {
+        self.completed.load(Ordering::Acquire)
+    }
+
+    /// The latest operation.
+    pub(super) fn tail(self: &Arc<Self>) -> Point {
+        let number = self.queue.lock().enqueued;
+        Point { stream: self.clone(), number }
+    }
+
+    /// Notes that one more operation has finished.
+    pub(super) fn complete_one(&self) {
+        let _queue = self.queue.lock();
+        self.completed.fetch_add(1, Ordering::Release);
+        self.done.notify_all();
+    }
+
+    /// Waits a moment for operation `number`; whether it has finished.
+    pub(super) fn wait_briefly(&self, number: u64, at_most: Duration) -> bool {
+        let mut queue = self.queue.lock();
+        if self.completed() < number {
+            self.done.wait_for(&mut queue, at_most);
+        }
+        self.completed() >= number
+    }
+
+    pub(super) fn hold(&self, held: bool) {
+        self.queue.lock().held = held;
+        self.wake.notify_all();
+    }
+
+    pub(super) fn close(&self) {
+        self.queue.lock().closed = true;
+        self.wake.notify_all();
+    }
+}
+
+impl Core {
+    pub(super) fn make_stream(
+        &self,
+        handle: usize,
+        context: usize,
+        device: usize,
+        kind: StreamKind,
+    ) -> StreamState {
+        let id = STREAM_IDS.fetch_add(1, Ordering::Relaxed);
+        let (slot, first_tick) = self.order.lock().take_slot(id);
+        StreamState {
+            id,
+            handle,
+            context,
+            device,
+            kind,
+            slot,
+            first_tick,
+            completed: AtomicU64::new(0),
+            capturing: AtomicBool::new(false),
+            capture: Mutex::new(None),
+            queue: Mutex::default(),
+            wake: Condvar::new(),
+            done: Condvar::new(),
+        }
+    }
+
+    /// A stream outside the table of handles, known to whoever waits for a whole context.
+    pub(super) fn new_stream(
+        &self,
+        handle: usize,
+        context: usize,
+        device: usize,
+        kind: StreamKind,
+    ) -> Arc<StreamState> {
+        let stream = Arc::new(self.make_stream(handle, context, device, kind));
+        self.all_streams.lock().push(stream.clone());
+        stream
+    }
+
+    pub(super) fn stream_create(&self, kind: StreamKind, verb: Verb) -> DriverResult<Stream> {
+        let context = self.current(verb)?;
+        self.alive(context.device, verb)?;
+        self.forget_finished_streams();
+        let (device, context) = (context.device, context.handle);
+        let stream = self.streams.insert(|at| self.make_stream(at, context, device, kind));
+        let handle = Stream(stream.handle);
+        self.all_streams.lock().push(stream);
+        Ok(handle)
+    }
+
+    /// Drops destroyed streams whose work the host knows to be done.
+    fn forget_finished_streams(&self) {
+        self.all_streams.lock().retain(|stream| {
+            let queue = stream.queue.lock();
+            let finished = queue.closed && stream.completed() == queue.enqueued;
+            let last_tick = stream.first_tick + queue.enqueued;
+            !(finished && self.order.lock().give_slot(stream.slot, last_tick))
+        });
+    }
+
+    pub(super) fn close_streams_of(&self, context: usize) {
+        for stream in self.all_streams.lock().iter().filter(|stream| stream.context == context) {
+            stream.close();
+        }
+    }
+
+    /// The streams whose earlier work an operation on `stream` follows without being asked to.
+    fn neighbours(&self, stream: &StreamState) -> Vec<Arc<StreamState>> {
+        let wanted = match stream.kind {
+            StreamKind::NonBlocking => return Vec::new(),
+            StreamKind::Blocking => StreamKind::Legacy,
+            StreamKind::Legacy => StreamKind::Blocking,
+        };
+        let all = self.all_streams.lock();
+        let same =
+            |other: &&Arc<StreamState>| other.context == stream.context && other.kind == wanted;
+        all.iter().filter(same).cloned().collect()
+    }
+
+    /// Enqueues work on a stream that is not being captured, after everything in `waits`; its
+    /// number there, and the clock after it when it is a mark.
+    pub(super) fn enqueue(
+        self: &Arc<Self>,
+        stream: &Arc<StreamState>,
+        work: Work,
+        wait: Option<(Point, &Clock)>,
+    ) -> (u64, Clock) {
+        let mut after = Vec::new();
+        let mut joined = Clock::default();
+        for neighbour in self.neighbours(stream) {
+            let queue = neighbour.queue.lock();
+            joined.merge(&queue.clock);
+            after.push(Point { stream: neighbour.clone(), number: queue.enqueued });
+        }
+        if let Some((point, clock)) = wait {
+            joined.merge(clock);
+            after.push(point);
+        }
+        after.retain(|point| !point.passed());
+
+        let is_mark = matches!(work, Work::Mark);
+        let mut races = Vec::new();
+        let space = (!is_mark).then(|| self.space.read());
+        let mut queue = stream.queue.lock();
+        queue.enqueued += 1;
+        let number = queue.enqueued;
+        queue.clock.merge(&joined);
+        {
+            let order = self.order.lock();
+            queue.clock.merge(&order.host);
+            queue.clock.raise(stream.slot, stream.first_tick + number);
+            if let Some(space) = &space {
+                note_accesses(space, &order, (stream, number), &work, &queue.clock, &mut races);
+            }
+        }
+        let clock = if is_mark { queue.clock.clone() } else { Clock::default() };
+        self.push(stream, &mut queue, Operation { number, work, after });
+        drop(queue);
+        drop(space);
+        for race in races {
+            self.violation(stream.device, race);
+        }
+        (number, clock)
+    }
+
+    fn push(self: &Arc<Self>, stream: &Arc<StreamState>, queue: &mut Queue, operation: Operation) {
+        let idle = stream.completed() + 1 == operation.number;
+        let instant = matches!(operation.work, Work::Mark) && operation.after.is_empty();
+        if idle && instant && !queue.held && self.is_punctual() {
+            stream.completed.store(operation.number, Ordering::Release);
+            stream.done.notify_all();
+            return;
+        }
+        queue.operations.push_back(operation);
+        if self.seeded.is_some() {
+            return;
+        }
+        if queue.has_worker {
+            stream.wake.notify_all();
+        } else {
+            queue.has_worker = true;
+            self.start_worker(stream.clone());
+        }
+    }
+
+    /// Whether marks on idle streams may finish at once: nothing makes work late on purpose.
+    fn is_punctual(&self) -> bool {
+        self.seeded.is_none() && self.options.latency.is_zero()
+    }
+
+    /// The host has seen everything on `stream` up to `clock`'s moment.
+    pub(super) fn host_has_seen(&self, clock: &Clock) {
+        self.order.lock().host.merge(clock);
+    }
+
+    /// Waits for all work that is on the stream now, and lets the host know it.
+    pub(super) fn synchronize(&self, stream: &Arc<StreamState>) {
+        let (number, clock) = {
+            let queue = stream.queue.lock();
+            (queue.enqueued, queue.clock.clone())
+        };
+        self.wait_for(stream, number);
+        self.host_has_seen(&clock);
+    }
+
+    fn streams_of(&self, context: Option<usize>) -> Vec<Arc<StreamState>> {
+        let all = self.all_streams.lock();
+        let wanted = |stream: &&Arc<StreamState>| context.is_none_or(|at| at == stream.context);
+        all.iter().filter(wanted).cloned().collect()
+    }
+
+    pub(super) fn synchronize_context(&self, context: usize) {
+        for stream in self.streams_of(Some(context)) {
+            self.synchronize(&stream);
+        }
+    }
+
+    /// Waits for the work of a context, or of all, while no launch gets in. The host learns
+    /// nothing: calls that happen to wait promise no order.
+    pub(super) fn wait_for_device(&self, context: Option<usize>) {
+        let _launches = self.launches.write();
+        for stream in self.streams_of(context) {
+            let tail = stream.tail();
+            self.wait_for(&stream, tail.number);
+        }
+    }
+}
+
+/// Notes what an operation accesses, and describes each race with an earlier one.
+fn note_accesses(
+    space: &Space,
+    order: &Order,
+    (stream, operation): (&StreamState, u64),
+    work: &Work,
+    clock: &Clock,
+    races: &mut Vec<String>,
+) {
+    let (slot, tick) = (stream.slot, stream.first_tick + operation);
+    for span in work.spans() {
+        // What has nothing behind it is found when the operation runs.
+        let _ = space.for_pieces(span.address, span.bytes, |address, piece| {
+            piece.mapping.touched.lock().raise(slot, tick);
+            let (start, end) = (piece.offset, piece.offset + piece.bytes);
+            let (kind, stream) = (span.kind, stream.id);
+            let access = Access { start, end, kind, slot, tick, stream, operation };
+            let frame = &piece.mapping.frame;
+            let mut record = frame.record.lock();
+            if let Some(earlier) = record.access(access, clock, &order.host) {
+                races.push(format!(
+                    "the {access} at {address:#x} is not ordered after the {earlier}; frame {}: {}",
+                    frame.handle,
+                    record.history()
+                ));
+            }
+        });
+    }
+}
