@@ -37,6 +37,7 @@ use crate::units::{DeviceAddress, DeviceOrdinal, Stream};
 pub mod code;
 pub mod cuda;
 pub mod kernel;
+pub mod select;
 pub mod sim;
 pub mod sys;
 
