@@ -9,6 +9,7 @@ mod doctor;
 mod inspect;
 mod output;
 mod run;
+mod stress;
 mod synth;
 
 use std::process::ExitCode;
@@ -53,6 +54,7 @@ enum Command {
     Synth(synth::Arguments),
     Inspect(inspect::Arguments),
     Run(run::Arguments),
+    Stress(stress::Arguments),
     Doctor(doctor::Arguments),
 }
 
@@ -65,12 +67,15 @@ fn main() -> ExitCode {
             return ExitCode::from(u8::try_from(error.exit_code()).unwrap_or(USAGE));
         }
     };
-    env_logger::Builder::from_env(env_logger::Env::default().default_filter_or("warn")).init();
+    // Under stress, warnings are what the library is asked for.
+    let level = if matches!(cli.command, Command::Stress(_)) { "error" } else { "warn" };
+    env_logger::Builder::from_env(env_logger::Env::default().default_filter_or(level)).init();
     let output = Output::new(if cli.json { Format::Json } else { Format::Human });
     let result = match &cli.command {
         Command::Synth(arguments) => synth::synth(arguments, &output),
         Command::Inspect(arguments) => inspect::inspect(arguments, &output),
         Command::Run(arguments) => run::run(arguments, &output),
+        Command::Stress(arguments) => stress::stress(arguments, &output),
         Command::Doctor(arguments) => doctor::doctor(arguments, &output),
     };
     output.finish(result)
