@@ -25,7 +25,6 @@ pub use bar::{EndOfRun, Fault, Guard, Vbar};
 pub use model::ModelBar;
 pub use statistics::Statistics;
 
-
 /// The runtime of one device, shared by everyone who opened it.
 #[derive(Clone)]
 pub struct Runtime {
@@ -335,8 +334,7 @@ fn find(
     device: DeviceOrdinal,
 ) -> Option<Runtime> {
     let same = |entry: &&Registered| {
-        entry.device == device
-            && std::ptr::addr_eq(entry.driver.as_ptr(), Arc::as_ptr(driver))
+        entry.device == device && std::ptr::addr_eq(entry.driver.as_ptr(), Arc::as_ptr(driver))
     };
     let inner = registry.iter().find(same)?.runtime.upgrade()?;
     Some(Runtime { inner })

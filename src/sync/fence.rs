@@ -16,9 +16,7 @@ use std::time::{Duration, Instant};
 use crate::driver::{Driver, DriverCode, Event};
 use crate::error::{Error, ErrorCode, Result};
 use crate::memory::page_table::Ticket;
-use crate::sync::{
-    AcqRel, Acquire, AtomicBool, AtomicU64, Mutex, Relaxed, Release,
-};
+use crate::sync::{AcqRel, Acquire, AtomicBool, AtomicU64, Mutex, Relaxed, Release};
 use crate::units::Stream;
 
 /// Streams of one context that can be known at a time.
@@ -192,12 +190,7 @@ impl Fences {
     ///
     /// # Errors
     /// What the driver says of the wait; the stream does not wait then.
-    pub fn stream_wait(
-        &self,
-        stream: Stream,
-        slot: StreamSlot,
-        ticket: Ticket,
-    ) -> Result<bool> {
+    pub fn stream_wait(&self, stream: Stream, slot: StreamSlot, ticket: Ticket) -> Result<bool> {
         if self.ordered_before(ticket, slot) {
             return Ok(true);
         }
@@ -218,8 +211,11 @@ impl Fences {
     /// # Errors
     /// What the driver says of the record. Stamps stay uncovered until a later record.
     pub fn record(&self, stream: Stream, slot: StreamSlot) -> Result<Ticket> {
+        self.record_locked(stream, slot, &mut self.entry(slot).ring.lock())
+    }
+
+    fn record_locked(&self, stream: Stream, slot: StreamSlot, ring: &mut Ring) -> Result<Ticket> {
         let entry = self.entry(slot);
-        let mut ring = entry.ring.lock();
         let event = match ring.free.pop() {
             Some(event) => event,
             None => self.driver.event_create()?,
@@ -236,26 +232,27 @@ impl Fences {
         Ok(Ticket::new(slot.index, sequence))
     }
 
-    /// Records if it is time to: at once while VBARs exceed the budget, else at the interval.
+    /// Whether it is time for a record on the stream: at once while VBARs exceed the budget, else
+    /// at the interval.
+    #[inline]
+    #[must_use]
+    pub fn is_record_due(&self, slot: StreamSlot) -> bool {
+        self.eager.load(Relaxed) || {
+            let since = self.nanos().saturating_sub(self.entry(slot).recorded_at.load(Relaxed));
+            u128::from(since) >= self.record_interval.as_nanos()
+        }
+    }
+
+    /// Records on the stream, after asking what has passed on it, unless another thread is doing
+    /// just that: then its record, or the next one, covers this thread's uses.
     ///
     /// # Errors
     /// As [`Fences::record`].
-    #[inline]
-    pub fn record_if_due(&self, stream: Stream, slot: StreamSlot) -> Result<()> {
+    pub fn record_in_passing(&self, stream: Stream, slot: StreamSlot) -> Result<()> {
         let entry = self.entry(slot);
-        if !self.eager.load(Relaxed) {
-            let since = self.nanos().saturating_sub(entry.recorded_at.load(Relaxed));
-            if u128::from(since) < self.record_interval.as_nanos() {
-                return Ok(());
-            }
-        }
-        if let Some(mut ring) = entry.ring.try_lock() {
-            self.drain(entry, &mut ring)?;
-        } else {
-            // Another thread is recording on this stream right now; the next unpin covers ours.
-            return Ok(());
-        }
-        self.record(stream, slot).map(|_| ())
+        let Some(mut ring) = entry.ring.try_lock() else { return Ok(()) };
+        self.drain(entry, &mut ring)?;
+        self.record_locked(stream, slot, &mut ring).map(|_| ())
     }
 
     /// Forgets a stream that is about to be destroyed, after covering its uses by a last record.

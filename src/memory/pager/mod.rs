@@ -162,7 +162,8 @@ impl Pager {
         stream: Stream,
         slot: Option<StreamSlot>,
     ) -> Result<Option<(Hold, bool)>> {
-        let mut hold = Hold { pages: pages.start..pages.start, generations: SmallVec::new(), stream, slot };
+        let mut hold =
+            Hold { pages: pages.start..pages.start, generations: SmallVec::new(), stream, slot };
         let mut ordered = true;
         for (_, page) in bar.table.pages(pages) {
             match page.pin() {
@@ -202,8 +203,9 @@ impl Pager {
         }
     }
 
+    #[cold]
     fn order_or_unpin(&self, bar: &Bar, hold: &Hold, capture: CaptureState) -> Result<()> {
-        let ordered = self.order(bar, hold, capture);
+        let ordered = self.device.enter().and_then(|_scope| self.order(bar, hold, capture));
         if ordered.is_err() {
             self.release_unused(bar, hold);
         }
@@ -247,11 +249,8 @@ impl Pager {
 
     /// Serves a request that is not a plain hit.
     #[cold]
-    fn fault_slowly(
-        &self,
-        requests: &[Request<'_>],
-        stream: Stream,
-    ) -> Result<Faulted<Vec<Hold>>> {
+    #[inline(never)]
+    fn fault_slowly(&self, requests: &[Request<'_>], stream: Stream) -> Result<Faulted<Vec<Hold>>> {
         let _scope = self.device.enter()?;
         let (capture, slot) = self.device.inspect(stream)?;
         let unreserved = |request: &Request<'_>| {
@@ -370,7 +369,11 @@ impl Pager {
 
     /// A refusal of the driver caps the budget and is planned around once: what is resident may
     /// give frames that the driver does not.
-    fn after_failure(&self, failure: Failure, patience: &mut Patience<'_>) -> Result<Option<Reason>> {
+    fn after_failure(
+        &self,
+        failure: Failure,
+        patience: &mut Patience<'_>,
+    ) -> Result<Option<Reason>> {
         let reason = failure.into_reason()?;
         if reason == Reason::DriverMemory {
             let mut state = self.state.lock();
@@ -387,9 +390,8 @@ impl Pager {
     pub(in crate::memory) fn poll_budget(&self, poll: Poll) -> Result<()> {
         let held_before = {
             let mut state = self.state.lock();
-            let due = state
-                .polled_at
-                .is_none_or(|at| at.elapsed() >= self.device.options.poll_interval);
+            let due =
+                state.polled_at.is_none_or(|at| at.elapsed() >= self.device.options.poll_interval);
             if poll == Poll::IfDue && !due {
                 return Ok(());
             }
@@ -425,12 +427,10 @@ impl Pager {
             Ok(CaptureState::Active) => return self.pin_to_graph(bar, hold),
             Ok(CaptureState::None) => {
                 self.stamp(bar, &hold, hold.stream, slot);
-                let recorded = self.device.fences.record_if_due(hold.stream, slot);
-                let dropped = self.drop_pins(bar, &hold);
-                if let Err(error) = recorded {
-                    log::warn!("no fence was recorded: {}", self.device.note(error));
+                if self.device.fences.is_record_due(slot) {
+                    self.record_in_passing(hold.stream, slot);
                 }
-                dropped
+                self.drop_pins(bar, &hold)
             }
             // Nothing can be recorded now, or the handle is no good any more: the stamps stay
             // uncovered until the stream is used again, or the context is waited for.
@@ -438,6 +438,18 @@ impl Pager {
                 self.stamp(bar, &hold, hold.stream, slot);
                 self.drop_pins(bar, &hold)
             }
+        }
+    }
+
+    /// Records a fence on the caller's stream. A failure leaves the stamps uncovered, as if it had
+    /// not been time yet.
+    fn record_in_passing(&self, stream: Stream, slot: StreamSlot) {
+        let record = || {
+            let _scope = self.device.enter()?;
+            self.device.fences.record_in_passing(stream, slot)
+        };
+        if let Err(error) = record() {
+            log::warn!("no fence was recorded: {}", self.device.note(error));
         }
     }
 

@@ -302,7 +302,9 @@ impl Blocked {
         match () {
             () if refused => Stop::Refuse(Reason::DriverMemory),
             () if too_large => Stop::Refuse(Reason::TooLarge),
-            () if self.pending > 0 && device.options.eviction == crate::options::Eviction::Strict => {
+            () if self.pending > 0
+                && device.options.eviction == crate::options::Eviction::Strict =>
+            {
                 Stop::Wait(WaitKind::Frame)
             }
             () if self.pending > 0 => Stop::Refuse(Reason::FencePending),
@@ -431,9 +433,7 @@ pub(super) fn start_evicting(
     }
     // Read after the state changed: who unpins later cannot have pinned, so no stamp is missed.
     match blocked.admit(device, entry.users(), usable) {
-        Some(users) => {
-            Some((Victim { bar: Arc::clone(bar), page, frame: entry.frame() }, users))
-        }
+        Some(users) => Some((Victim { bar: Arc::clone(bar), page, frame: entry.frame() }, users)),
         None => {
             entry.settle(PageState::Issued);
             None

@@ -193,9 +193,11 @@ impl Pager {
     /// # Errors
     /// `DeviceLost`, `ProcessEnding`, `Cancelled`, or what the driver says.
     pub fn free_memory(&self, bar: &Arc<Bar>, bytes: u64) -> Result<Freed> {
-        self.free(bytes, |count| self.take_from_end(bar, count), |blocked| {
-            self.why_nothing(bar, blocked)
-        })
+        self.free(
+            bytes,
+            |count| self.take_from_end(bar, count),
+            |blocked| self.why_nothing(bar, blocked),
+        )
     }
 
     /// Gives memory of all VBARs back to the driver, lowest rank first; as
