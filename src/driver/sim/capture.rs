@@ -230,6 +230,16 @@ impl Core {
         found.ok_or_else(|| verb.error(DriverCode::INVALID_HANDLE))
     }
 
+    /// Drops what open captures hold, when the device goes.
+    pub(super) fn abandon_captures(&self) {
+        for capture in self.captures.lock().drain(..) {
+            let body = std::mem::take(&mut *capture.body.lock());
+            for member in &body.members {
+                *member.stream.capture.lock() = None;
+            }
+        }
+    }
+
     pub(super) fn begin_capture(&self, stream: Stream, mode: CaptureMode) -> DriverResult<()> {
         let verb = Verb::StreamIsCapturing;
         let stream = self.stream(stream, verb)?;

@@ -156,10 +156,10 @@ fn touching_what_is_not_there_or_not_allowed_is_an_illegal_address() {
         sim.mem_map(address, rig.page, frame).unwrap();
         if allowed {
             sim.mem_set_access(address, rig.page, &[DEVICE]).unwrap();
-            expected = "nothing is mapped";
+            expected = "nothing was mapped when it was enqueued";
         }
         let stream = rig.stream();
-        rig.memset(address, 1, rig.page + 1, stream);
+        rig.memset(address, 1, rig.page + u64::from(allowed), stream);
         assert_code(sim.stream_synchronize(stream), DriverCode::ILLEGAL_ADDRESS);
         check_violation(&sim, &[expected]);
         assert_code(sim.mem_create(DEVICE, rig.page), DriverCode::ILLEGAL_ADDRESS);
@@ -199,6 +199,40 @@ fn peeks_are_checked_when_asked_for() {
     sim.stream_synchronize(stream).unwrap();
     assert_eq!(sim.read_bytes(pages.address, 8).unwrap(), [3; 8]);
     assert_eq!(sim.violations().len(), 1);
+}
+
+#[test]
+fn a_source_that_changes_before_its_copy_is_done_is_found() {
+    let (sim, rig) = open("capacity=4M,granularity=64K,checked=1,on_violation=record");
+    let (pages, stream) = (rig.pages(1), rig.stream());
+    let memory = sim.mem_host_alloc(4096).unwrap();
+    for change in [0, 1] {
+        sim.hold_stream(stream).unwrap();
+        // SAFETY: the memory stays; that its bytes may change is what is tested.
+        unsafe { sim.memcpy_htod_async(pages.address, memory.as_ptr(), 4096, stream) }.unwrap();
+        // SAFETY: the copy is held back, so nobody reads the byte now.
+        unsafe { *memory.as_ptr() = change };
+        sim.release_stream(stream).unwrap();
+        sim.stream_synchronize(stream).unwrap();
+    }
+    check_violation(&sim, &["was changed before the copy was done"]);
+    // SAFETY: allocated above, freed once, not used afterwards.
+    unsafe { sim.mem_free_host(memory) }.unwrap();
+}
+
+#[test]
+fn work_enqueued_before_its_mapping_is_found() {
+    let (sim, rig) = open(RECORD);
+    let stream = rig.stream();
+    let address = sim.mem_address_reserve(rig.page, 0).unwrap();
+    let frame = sim.mem_create(DEVICE, rig.page).unwrap();
+    sim.hold_stream(stream).unwrap();
+    rig.memset(address, 1, 8, stream);
+    sim.mem_map(address, rig.page, frame).unwrap();
+    sim.mem_set_access(address, rig.page, &[DEVICE]).unwrap();
+    sim.release_stream(stream).unwrap();
+    sim.stream_synchronize(stream).unwrap();
+    check_violation(&sim, &["when it was enqueued", "mapped at"]);
 }
 
 #[test]
