@@ -141,8 +141,9 @@ impl SimOptions {
         if !self.granularity.is_power_of_two() || self.granularity < 4 * KIB {
             return Err("granularity must be a power of two of at least 4K".into());
         }
-        if self.capacity == 0 || self.capacity > 64 * TIB {
-            return Err("capacity must be between 1 byte and 64T".into());
+        if self.capacity == 0 || self.capacity > 16 * TIB {
+            // Twice the capacity must fit in the address space of a process.
+            return Err("capacity must be between 1 byte and 16T".into());
         }
         if !(1..=64).contains(&self.devices) {
             return Err("devices must be 1 to 64".into());

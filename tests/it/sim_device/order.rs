@@ -380,7 +380,7 @@ fn take_turns(rig: &Rig, pages: &[Mutex<Shared>], turns: u64, seed: u64) {
         page.value = page.value.wrapping_add(1);
         rig.memset(page.address, page.value, rig.page, stream);
         rig.driver.event_record(page.used, stream).unwrap();
-        if draw % 7 == 0 {
+        if draw.is_multiple_of(7) {
             rig.wait(page.used);
             rig.driver.mem_unmap(page.address, rig.page).unwrap();
             rig.driver.mem_address_free(page.address, rig.page).unwrap();
