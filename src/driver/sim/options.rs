@@ -32,7 +32,9 @@ pub struct SimOptions {
     /// With a seed, one operation runs at a time, in an order drawn from it; without, each stream
     /// has a thread.
     pub seed: Option<u64>,
-    /// Most time that an operation waits before it runs; the wait is drawn. 0.
+    /// Most time that an operation waits before it runs; the wait is drawn. 0. It is real time,
+    /// as the delays of kernels and the bandwidth are: with any of them a seed's interleaving
+    /// depends on the clock too.
     pub latency: Duration,
     /// Bytes a second that copies run at. As fast as the host can.
     pub bandwidth: Option<u64>,
@@ -80,8 +82,8 @@ impl Default for SimOptions {
 }
 
 const KEYS: &str = "capacity, devices, granularity, seed, latency, bandwidth (or slow_copy), \
-                    address_space, mappings, jitter, poison, vmm, checked, on_violation, fail_rate, \
-                    fail";
+                    address_space, mappings, jitter, poison, vmm, checked, on_violation, \
+                    fail_rate, fail";
 
 impl SimOptions {
     /// Parses `key=value` pairs with commas between; the empty text gives the defaults.

@@ -380,8 +380,8 @@ impl Core {
     }
 }
 
-/// Notes what an operation accesses, and describes each race with an earlier one. Returns an address
-/// with nothing behind it, if there is one: the operation fails when it runs.
+/// Notes what an operation accesses, and describes each race with an earlier one. Returns an
+/// address with nothing behind it, if there is one: the operation fails when it runs.
 fn note_accesses(
     space: &Space,
     order: &Order,
