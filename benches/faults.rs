@@ -97,7 +97,13 @@ fn bench_hits(driver: &Arc<dyn Driver>) -> Result<()> {
         }
         Ok(nanos_each(started, HITS))
     })?;
-    for (name, bytes) in [("1 page", 1), ("8 pages", 16 * MIB)] {
+    let cases = [
+        ("1 page", 1, stream, floor),
+        ("8 pages", 16 * MIB, stream, floor),
+        ("1 page, no stream (no driver call)", 1, Stream::NONE, 0.0),
+        ("1 page, again", 1, stream, floor),
+    ];
+    for (name, bytes, stream, floor) in cases {
         let ours = rounds(|| {
             let started = Instant::now();
             for _ in 0..HITS {
@@ -107,6 +113,16 @@ fn bench_hits(driver: &Arc<dyn Driver>) -> Result<()> {
         })?;
         println!("hit, {name}: {ours:.0} ns; its driver calls {floor:.0} ns");
     }
+    let record = rounds(|| {
+        let started = Instant::now();
+        for _ in 0..1000 {
+            let fences = &runtime.device().fences;
+            let slot = fences.slot_of(stream)?.expect("a stream");
+            fences.record_in_passing(stream, slot)?;
+        }
+        Ok(nanos_each(started, 1000))
+    })?;
+    println!("one fence record and query: {record:.0} ns, at most once in 50 us");
     drop(vbar);
     driver.stream_synchronize(stream)?;
     driver.stream_destroy(stream).map_err(Into::into)

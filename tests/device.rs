@@ -59,8 +59,9 @@ impl World {
 
     /// Writes the pattern of `seed` into an allocation that asks for a refill, and commits.
     fn write(&self, allocation: &Allocation, seed: u64, stream: Stream) {
-        let AllocationFault::Refill(fill) = allocation.fault(stream).unwrap() else {
-            panic!("the allocation does not ask for a refill")
+        let fill = match allocation.fault(stream).unwrap() {
+            AllocationFault::Refill(fill) => fill,
+            other => panic!("the allocation does not ask for a refill: {other:?}"),
         };
         let (target, bytes) = (fill.address(), fill.bytes());
         let call = KernelCall::Pattern { target, bytes, seed, delay_nanos: 0 };
@@ -155,6 +156,7 @@ fn check_long_kernel(options: RuntimeOptions, rounds: u64) {
     let taken = [taker.allocate(P).unwrap(), taker.allocate(P).unwrap()];
     for round in 0..rounds {
         reader.prioritise();
+        taker.prioritise();
         world.write(&page, round, world.stream);
         let AllocationFault::Resident(guard) = page.fault(world.stream).unwrap() else {
             panic!("the page was just written")

@@ -5,7 +5,7 @@
 //! allowed when they were asked for.
 
 use crate::driver::FrameHandle;
-use crate::memory::page_table::Ticket;
+use crate::sync::ticket::Ticket;
 
 /// Index of a frame in the table.
 pub type FrameIndex = u32;

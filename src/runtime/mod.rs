@@ -194,7 +194,7 @@ impl Runtime {
     /// `StaleToken` when the token holds no pins, or they were released by force.
     pub fn unpin(&self, token: Token) -> Result<()> {
         let (bar, hold) = self.inner.pins.take(token)?;
-        self.pager().unpin(&bar, hold)
+        self.pager().unpin(&bar, &hold)
     }
 
     /// Sets the explicit budget in bytes, or lifts it, and gives back at once what it no longer

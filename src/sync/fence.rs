@@ -15,7 +15,8 @@ use std::time::{Duration, Instant};
 
 use crate::driver::{Driver, DriverCode, Event};
 use crate::error::{Error, ErrorCode, Result};
-use crate::memory::page_table::Ticket;
+use crate::sync::clock::Ticks;
+use crate::sync::ticket::Ticket;
 use crate::sync::{AcqRel, Acquire, AtomicBool, AtomicU64, Mutex, Relaxed, Release};
 use crate::units::Stream;
 
@@ -45,7 +46,7 @@ struct Slot {
     /// The highest sequence recorded, and known to have passed.
     recorded: AtomicU64,
     passed: AtomicU64,
-    /// Nanoseconds since the module's start at the last record.
+    /// The clock's reading at the last record.
     recorded_at: AtomicU64,
     /// Per other slot, the highest sequence that this stream waits for already.
     waited: Box<[AtomicU64]>,
@@ -76,7 +77,7 @@ pub struct Fences {
     slots: Box<[Slot]>,
     insert: Mutex<()>,
     started: Instant,
-    record_interval: Duration,
+    ticks: Ticks,
     /// Set while VBARs exceed the budget: every unpin records at once.
     eager: AtomicBool,
 }
@@ -91,7 +92,7 @@ impl Fences {
             slots,
             insert: Mutex::new(()),
             started: Instant::now(),
-            record_interval,
+            ticks: Ticks::new(record_interval),
             eager: AtomicBool::new(false),
         }
     }
@@ -228,7 +229,8 @@ impl Fences {
         }
         ring.pending.push_back((sequence, event));
         entry.recorded.store(sequence, Release);
-        entry.recorded_at.store(self.nanos(), Relaxed);
+        entry.recorded_at.store(self.ticks.now(), Relaxed);
+        self.ticks.learn();
         Ok(Ticket::new(slot.index, sequence))
     }
 
@@ -237,10 +239,7 @@ impl Fences {
     #[inline]
     #[must_use]
     pub fn is_record_due(&self, slot: StreamSlot) -> bool {
-        self.eager.load(Relaxed) || {
-            let since = self.nanos().saturating_sub(self.entry(slot).recorded_at.load(Relaxed));
-            u128::from(since) >= self.record_interval.as_nanos()
-        }
+        self.eager.load(Relaxed) || self.ticks.is_over(self.entry(slot).recorded_at.load(Relaxed))
     }
 
     /// Records on the stream, after asking what has passed on it, unless another thread is doing
@@ -310,10 +309,6 @@ impl Fences {
 
     fn entry(&self, slot: StreamSlot) -> &Slot {
         &self.slots[slot.index as usize]
-    }
-
-    fn nanos(&self) -> u64 {
-        self.started.elapsed().as_nanos() as u64
     }
 
     /// Slots are an open-addressed table by stream id: the hit path finds one without a lock.

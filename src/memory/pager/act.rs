@@ -15,10 +15,11 @@ use crate::counters;
 use crate::driver::{DriverError, DriverResult, FrameHandle};
 use crate::error::{Error, ErrorCode, Result};
 use crate::memory::frames::FrameIndex;
-use crate::memory::page_table::{PageState, Ticket};
+use crate::memory::page_table::PageState;
 use crate::options::Eviction;
 use crate::outcome::Reason;
 use crate::sync::fence::StreamSlot;
+use crate::sync::ticket::Ticket;
 use crate::units::Stream;
 
 /// Attempts at a call that returned a transient code, the first one included.

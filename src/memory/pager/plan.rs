@@ -13,12 +13,13 @@ use std::time::Duration;
 use super::state::State;
 use crate::error::{Error, ErrorCode, Result};
 use crate::memory::frames::FrameIndex;
-use crate::memory::page_table::{Page, PageState, Pin, Ticket};
+use crate::memory::page_table::{Page, PageState, Pin};
 use crate::memory::policy::{Rank, streaming_page_count};
 use crate::memory::vbar::Bar;
 use crate::outcome::{Reason, WaitKind};
 use crate::sync::device::Device;
 use crate::sync::fence::Cover;
+use crate::sync::ticket::Ticket;
 use crate::units::{Generation, PageIndex};
 
 /// One range of a request.

@@ -11,11 +11,12 @@ use super::state::{Lingering, LingeringFrame, State};
 use crate::counters;
 use crate::error::{ErrorCode, Result};
 use crate::memory::frames::FrameIndex;
-use crate::memory::page_table::{PageState, Ticket};
+use crate::memory::page_table::PageState;
 use crate::memory::space;
 use crate::memory::vbar::Bar;
 use crate::outcome::WaitKind;
 use crate::sync::fence::Cover;
+use crate::sync::ticket::Ticket;
 use crate::units::PageIndex;
 
 /// Why memory that was asked back did not come.

@@ -11,9 +11,10 @@ use std::time::{Duration, Instant};
 use crate::driver::FrameHandle;
 use crate::memory::budget::Budget;
 use crate::memory::frames::{FrameIndex, Frames};
-use crate::memory::page_table::{PageState, Ticket};
+use crate::memory::page_table::PageState;
 use crate::memory::policy::{Healing, Rank};
 use crate::memory::vbar::Bar;
+use crate::sync::ticket::Ticket;
 use crate::units::PageIndex;
 
 /// A VBAR's part of the state.
