@@ -9,8 +9,10 @@ use std::time::Duration;
 
 use crate::outcome::{Reason, WaitKind};
 
-/// Cells that belong to one thread each, and one more that all later threads share.
+/// Cells that belong to one thread each, the first threads of the process.
 const OWNED: usize = 64;
+/// Cells that all later threads share.
+const SHARED: usize = 64;
 
 #[repr(align(128))]
 #[derive(Default)]
@@ -23,7 +25,7 @@ pub struct Sharded {
 
 impl Default for Sharded {
     fn default() -> Self {
-        Self { cells: (0..=OWNED).map(|_| Cacheline::default()).collect() }
+        Self { cells: (0..OWNED + SHARED).map(|_| Cacheline::default()).collect() }
     }
 }
 
@@ -54,7 +56,9 @@ fn shard() -> usize {
     thread_local!(static SHARD: Cell<usize> = const { Cell::new(usize::MAX) });
     SHARD.with(|shard| {
         if shard.get() == usize::MAX {
-            shard.set(NEXT.fetch_add(1, Ordering::Relaxed).min(OWNED));
+            let number = NEXT.fetch_add(1, Ordering::Relaxed);
+            let later = number.saturating_sub(OWNED) % SHARED;
+            shard.set(number.min(OWNED) + later);
         }
         shard.get()
     })
@@ -123,4 +127,22 @@ impl Counters {
 /// Adds to a plain counter.
 pub(crate) fn add(counter: &AtomicU64, n: u64) {
     counter.fetch_add(n, Ordering::Relaxed);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_thread_is_counted_however_many_there_were() {
+        let counter = Sharded::default();
+        for _ in 0..3 {
+            std::thread::scope(|scope| {
+                for _ in 0..OWNED {
+                    scope.spawn(|| (0..100).for_each(|_| counter.raise()));
+                }
+            });
+        }
+        assert_eq!(counter.sum(), 3 * 100 * OWNED as u64);
+    }
 }
