@@ -46,6 +46,13 @@ impl Ticks {
         read().wrapping_sub(then) >= self.interval_ticks.load(Relaxed)
     }
 
+    /// Whether `count` intervals have passed since the reading `then`.
+    #[must_use]
+    pub fn is_over_by(&self, then: u64, count: u64) -> bool {
+        let ticks = self.interval_ticks.load(Relaxed).saturating_mul(count);
+        read().wrapping_sub(then) >= ticks
+    }
+
     /// Learns the rate; called now and then, where a slower clock does not hurt.
     pub fn learn(&self) {
         let nanos = self.started.elapsed().as_nanos().max(1);

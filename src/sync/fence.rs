@@ -26,6 +26,10 @@ pub const SLOT_COUNT: usize = 256;
 /// A slot of its own, behind the streams': it is never recorded on.
 const UNRECORDED: u16 = SLOT_COUNT as u16;
 
+/// A stream that was not retired loses its slot after this many record intervals without a record,
+/// when 256 others need one.
+const IDLE_INTERVALS: u64 = 1000;
+
 const FREE: u64 = 0;
 const RETIRED: u64 = u64::MAX;
 
@@ -113,10 +117,7 @@ impl Fences {
             return Ok(None);
         }
         let id = self.driver.stream_get_id(stream)?.wrapping_add(1);
-        match self.find(id) {
-            Some(slot) => Ok(Some(slot)),
-            None => self.insert(id).map(Some),
-        }
+        self.find_or_insert(id).map(Some)
     }
 
     /// The ticket that stands for all work enqueued on the stream up to now; the caller stamps it
@@ -142,13 +143,10 @@ impl Fences {
     /// the stamp is to be made again with the slot that this returns.
     #[inline]
     pub fn confirm(&self, slot: StreamSlot) -> Result<Option<StreamSlot>> {
-        if self.entry(slot).id.load(Acquire) == slot.id {
+        if self.is_still(slot) {
             return Ok(None);
         }
-        match self.find(slot.id) {
-            Some(found) => Ok(Some(found)),
-            None => self.insert(slot.id).map(Some),
-        }
+        self.find_or_insert(slot.id).map(Some)
     }
 
     /// Whether the ticket is known to have passed, without asking the driver.
@@ -165,9 +163,11 @@ impl Fences {
     #[inline]
     #[must_use]
     pub fn ordered_before(&self, ticket: Ticket, slot: StreamSlot) -> bool {
+        let waited = &self.entry(slot).waited[ticket.slot() as usize];
         self.known_passed(ticket)
-            || ticket.slot() == slot.index
-            || self.entry(slot).waited[ticket.slot() as usize].load(Acquire) >= ticket.sequence()
+            || (ticket.slot() == slot.index || waited.load(Acquire) >= ticket.sequence())
+                // Asked last: a slot changes hands before anything else of it changes.
+                && self.is_still(slot)
     }
 
     /// What is known of a ticket after asking the driver.
@@ -202,6 +202,9 @@ impl Fences {
             return Ok(self.known_passed(ticket));
         };
         self.driver.stream_wait_event(stream, event)?;
+        if !self.is_still(slot) {
+            return Ok(true);
+        }
         self.entry(slot).waited[ticket.slot() as usize].fetch_max(sequence, AcqRel);
         Ok(true)
     }
@@ -212,9 +215,18 @@ impl Fences {
     /// # Errors
     /// What the driver says of the record. Stamps stay uncovered until a later record.
     pub fn record(&self, stream: Stream, slot: StreamSlot) -> Result<Ticket> {
-        self.record_locked(stream, slot, &mut self.entry(slot).ring.lock())
+        let mut slot = slot;
+        loop {
+            let mut ring = self.entry(slot).ring.lock();
+            if self.is_still(slot) {
+                return self.record_locked(stream, slot, &mut ring);
+            }
+            drop(ring);
+            slot = self.find_or_insert(slot.id)?;
+        }
     }
 
+    /// Records with the ring locked, so that the slot cannot change hands.
     fn record_locked(&self, stream: Stream, slot: StreamSlot, ring: &mut Ring) -> Result<Ticket> {
         let entry = self.entry(slot);
         let event = match ring.free.pop() {
@@ -250,6 +262,10 @@ impl Fences {
     pub fn record_in_passing(&self, stream: Stream, slot: StreamSlot) -> Result<()> {
         let entry = self.entry(slot);
         let Some(mut ring) = entry.ring.try_lock() else { return Ok(()) };
+        if !self.is_still(slot) {
+            drop(ring);
+            return self.record(stream, slot).map(|_| ());
+        }
         self.drain(entry, &mut ring)?;
         self.record_locked(stream, slot, &mut ring).map(|_| ())
     }
@@ -332,16 +348,15 @@ impl Fences {
         for take_idle in [false, true] {
             for index in probe(id) {
                 let slot = &self.slots[index];
-                let found = slot.id.load(Acquire);
-                let reusable = match found {
+                let mut ring = slot.ring.lock();
+                let reusable = match slot.id.load(Acquire) {
                     FREE => true,
-                    RETIRED => self.is_idle(slot)?,
-                    _ => take_idle && self.is_idle(slot)?,
+                    RETIRED => self.is_idle(slot, &mut ring)?,
+                    _ => take_idle && self.is_long_idle(slot, &mut ring)?,
                 };
-                if reusable && slot.id.compare_exchange(found, id, AcqRel, Acquire).is_ok() {
-                    for waited in &slot.waited {
-                        waited.store(0, Release);
-                    }
+                if reusable {
+                    slot.id.store(id, Release);
+                    slot.waited.iter().for_each(|waited| waited.store(0, Release));
                     return Ok(StreamSlot { index: index as u16, id });
                 }
             }
@@ -352,10 +367,27 @@ impl Fences {
 
     /// Whether every use of the slot's stream is known to have passed, so that another stream can
     /// take the slot over. Who stamps concurrently notices in `confirm`.
-    fn is_idle(&self, slot: &Slot) -> Result<bool> {
-        self.poll(slot)?;
+    fn is_idle(&self, slot: &Slot, ring: &mut Ring) -> Result<bool> {
+        self.drain(slot, ring)?;
         Ok(slot.stamped.load(Acquire) <= slot.passed.load(Acquire)
             && slot.recorded.load(Acquire) <= slot.passed.load(Acquire))
+    }
+
+    /// The same, and idle for so long that no call that found the slot is still under way.
+    fn is_long_idle(&self, slot: &Slot, ring: &mut Ring) -> Result<bool> {
+        let idle = slot.recorded_at.load(Relaxed);
+        Ok(self.ticks.is_over_by(idle, IDLE_INTERVALS) && self.is_idle(slot, ring)?)
+    }
+
+    fn is_still(&self, slot: StreamSlot) -> bool {
+        self.entry(slot).id.load(Acquire) == slot.id
+    }
+
+    fn find_or_insert(&self, id: u64) -> Result<StreamSlot> {
+        match self.find(id) {
+            Some(slot) => Ok(slot),
+            None => self.insert(id),
+        }
     }
 
     fn poll(&self, slot: &Slot) -> Result<()> {

@@ -15,6 +15,7 @@ mod unpin;
 use std::collections::HashMap;
 use std::ops::Range;
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use smallvec::SmallVec;
 
@@ -332,7 +333,7 @@ impl Pager {
             Mode::Cpu if !bound => Usable::Passed,
             _ => Usable::Recorded,
         };
-        let mut patience = Patience::default();
+        let mut patience = Patience::new(self);
         loop {
             self.device.check()?;
             self.poll_budget(Poll::IfDue)?;
@@ -340,8 +341,7 @@ impl Pager {
             self.shrink()?;
             let planned = {
                 let mut state = self.state.lock();
-                let now = self.device.fences.now();
-                plan::plan(&mut state, &self.device, &items, usable, now)?
+                plan::plan(&mut state, &self.device, &items, usable, patience.turn)?
             };
             match planned {
                 Planned::Ready(protected) => return Ok(Faulted::Resident(protected)),
@@ -359,7 +359,7 @@ impl Pager {
                         }
                     }
                 }
-                Planned::Wait(kind) => patience.pause(self, kind)?,
+                Planned::Wait(kind) => patience.pause(kind)?,
                 Planned::ContextWait if patience.may_wait_for_context(capture) => {
                     self.device.context_wait()?;
                 }
@@ -397,7 +397,7 @@ impl Pager {
             if poll == Poll::IfDue && !due {
                 return Ok(());
             }
-            state.polled_at = Some(std::time::Instant::now());
+            state.polled_at = Some(Instant::now());
             state.frames.held()
         };
         let memory = self.device.driver.mem_get_info();
@@ -445,29 +445,50 @@ pub(in crate::memory) enum Poll {
     Now,
 }
 
-/// What one request has waited for so far.
-#[derive(Default)]
+/// What one request has waited for so far, and its place in the line for frames.
 struct Patience<'a> {
+    pager: &'a Pager,
     waits: HashMap<&'static str, Wait<'a>>,
+    turn: Option<u64>,
     context_waited: Option<()>,
     refused_once: Option<()>,
 }
 
 impl<'a> Patience<'a> {
-    fn pause(&mut self, pager: &'a Pager, kind: WaitKind) -> Result<()> {
+    fn new(pager: &'a Pager) -> Self {
+        let waits = HashMap::new();
+        Self { pager, waits, turn: None, context_waited: None, refused_once: None }
+    }
+
+    fn pause(&mut self, kind: WaitKind) -> Result<()> {
+        let pager = self.pager;
         let wait = self.waits.entry(kind.word()).or_insert_with(|| pager.device.wait(kind));
-        if kind == WaitKind::Claim {
-            let patience = wait.check()?;
-            let mut state = pager.state.lock();
-            // The claim may be over already; a lost wake-up costs one short sleep.
-            pager.changed.wait_for(&mut state, patience.min(std::time::Duration::from_millis(1)));
-            return Ok(());
+        match kind {
+            WaitKind::Claim => {
+                let patience = wait.check()?.min(Duration::from_millis(1));
+                let mut state = pager.state.lock();
+                // The claim may be over already: then the wake-up is lost, for a millisecond.
+                pager.changed.wait_for(&mut state, patience);
+                Ok(())
+            }
+            WaitKind::Frame => {
+                self.turn.get_or_insert_with(|| pager.state.lock().line_up());
+                wait.pause()
+            }
+            _ => wait.pause(),
         }
-        wait.pause()
     }
 
     /// Once a request, and never while a known stream is being captured.
     fn may_wait_for_context(&mut self, capture: CaptureState) -> bool {
         capture == CaptureState::None && self.context_waited.replace(()).is_none()
+    }
+}
+
+impl Drop for Patience<'_> {
+    fn drop(&mut self) {
+        if let Some(turn) = self.turn {
+            self.pager.state.lock().queue.retain(|waiting| *waiting != turn);
+        }
     }
 }

@@ -114,14 +114,15 @@ pub(super) enum Planned {
     Refuse(Reason),
 }
 
-/// Plans a request.
+/// Plans a request. `turn` is its place in the line of those that wait for frames, if it waits.
 pub(super) fn plan(
     state: &mut State,
     device: &Device,
     items: &[Item<'_>],
     usable: Usable,
-    now: Duration,
+    turn: Option<u64>,
 ) -> Result<Planned> {
+    let now = device.fences.now();
     let (protected, wanted) = match protect_resident(items)? {
         Walk::Pages(protected, wanted) => (protected, wanted),
         Walk::Wait(kind) => return Ok(Planned::Wait(kind)),
@@ -132,6 +133,9 @@ pub(super) fn plan(
     }
     if usable == Usable::Nothing {
         return Ok(Planned::Refuse(Reason::Capture));
+    }
+    if !state.is_turn(turn) {
+        return Ok(Planned::Wait(WaitKind::Frame));
     }
     let taken = below_watermark(state, device, &wanted, now)
         .and_then(|()| take_frames(state, device, items, &wanted, usable));
