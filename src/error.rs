@@ -6,7 +6,7 @@
 
 use std::fmt;
 
-use crate::driver::DriverError;
+use crate::driver::code::DriverError;
 
 /// What went wrong, to branch on. The numbers are those of the C ABI's `VbarStatus`.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]

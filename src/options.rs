@@ -2,8 +2,7 @@
 
 use std::time::Duration;
 
-use crate::driver::Context;
-use crate::units::{MIB, PageSize};
+use crate::units::{Context, MIB, PageSize};
 
 /// How a frame in use gets to its next page.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]

@@ -58,6 +58,10 @@ impl fmt::Display for DeviceOrdinal {
     }
 }
 
+/// A context, as `CUcontext`.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub struct Context(pub usize);
+
 /// A stream as the caller's runtime names it, as `CUstream`. Valid only during the call it is
 /// given to; the library never keeps one.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]

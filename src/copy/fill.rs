@@ -12,11 +12,11 @@ use crate::copy::staging::Staging;
 use crate::counters;
 use crate::error::{Error, Result};
 use crate::host::bound::Bound;
-use crate::memory::page_table::Ticket;
 use crate::model::binding::{Encoding, Segment};
 use crate::process;
 use crate::sync::device::Device;
 use crate::sync::fence::StreamSlot;
+use crate::sync::ticket::Ticket;
 use crate::units::{DeviceAddress, MIB, Stream};
 
 /// Largest staging slot: copies of 16 MiB come within 1 % of the link rate.

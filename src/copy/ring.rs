@@ -2,7 +2,7 @@
 
 use std::collections::VecDeque;
 
-use crate::memory::page_table::Ticket;
+use crate::sync::ticket::Ticket;
 
 /// The order of slots that are not in use by a thread.
 #[derive(Default)]

@@ -6,9 +6,9 @@
 use crate::copy::ring::Ring;
 use crate::error::Result;
 use crate::host::locked::{self, LockedSlot};
-use crate::memory::page_table::Ticket;
 use crate::outcome::WaitKind;
 use crate::sync::device::Device;
+use crate::sync::ticket::Ticket;
 use crate::sync::{Condvar, Mutex};
 
 /// See the module's text.

@@ -34,6 +34,8 @@ use std::ptr::NonNull;
 
 use crate::units::{DeviceAddress, DeviceOrdinal, Stream};
 
+pub use crate::units::Context;
+
 pub mod code;
 pub mod cuda;
 pub mod kernel;
@@ -46,10 +48,6 @@ pub use kernel::KernelCall;
 
 /// Result of a driver call.
 pub type DriverResult<T> = Result<T, DriverError>;
-
-/// A context, as `CUcontext`.
-#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
-pub struct Context(pub usize);
 
 /// One unit of physical device memory, as `CUmemGenericAllocationHandle`.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]

@@ -5,7 +5,7 @@
 //! allowed when they were asked for.
 
 use crate::driver::FrameHandle;
-use crate::memory::page_table::Ticket;
+use crate::sync::ticket::Ticket;
 
 /// Index of a frame in the table.
 pub type FrameIndex = u32;
@@ -116,9 +116,8 @@ impl Frames {
         mut admit: impl FnMut(&[Ticket]) -> Option<Vec<Ticket>>,
     ) -> Option<(FrameIndex, Vec<Ticket>)> {
         let found = self.free.iter().enumerate().rev();
-        let (at, users) = found
-            .filter_map(|(at, index)| Some((at, admit(&self.frame(*index).users)?)))
-            .next()?;
+        let (at, users) =
+            found.filter_map(|(at, index)| Some((at, admit(&self.frame(*index).users)?))).next()?;
         let index = self.free.remove(at);
         let frame = self.frame_mut(index);
         frame.place = Place::Mapped;

@@ -20,6 +20,7 @@ use std::ops::Range;
 use std::sync::OnceLock;
 
 use crate::error::{Error, ErrorCode, Result};
+use crate::sync::ticket::Ticket;
 use crate::sync::{AcqRel, Acquire, AtomicU32, AtomicU64, Relaxed, Release};
 use crate::units::{Generation, PageIndex};
 
@@ -114,55 +115,6 @@ impl Word {
 pub fn next_generation() -> Generation {
     static NEXT: AtomicU64 = AtomicU64::new(1);
     Generation(NEXT.fetch_add(1, Relaxed) & ((1 << 44) - 1))
-}
-
-/// A point on a stream: the slot of the stream and a sequence on it. Passed when the slot's passed
-/// sequence has reached it. Packed in 64 bits; 0 is [`Ticket::NONE`].
-#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
-pub struct Ticket(u64);
-
-const SLOT_BITS: u32 = 10;
-
-impl Ticket {
-    /// Nothing to wait for.
-    pub const NONE: Self = Self(0);
-    /// The point `sequence` (from 1) of stream slot `slot`.
-    #[must_use]
-    pub fn new(slot: u16, sequence: u64) -> Self {
-        debug_assert!(sequence > 0 && sequence < (1 << (64 - SLOT_BITS)) - 1);
-        debug_assert!(u64::from(slot) < (1 << SLOT_BITS) - 1);
-        Self(u64::from(slot) | (sequence << SLOT_BITS))
-    }
-
-    /// The stream slot.
-    #[must_use]
-    pub fn slot(self) -> u16 {
-        (self.0 & ((1 << SLOT_BITS) - 1)) as u16
-    }
-
-    /// The sequence on the slot.
-    #[must_use]
-    pub fn sequence(self) -> u64 {
-        self.0 >> SLOT_BITS
-    }
-
-    /// The ticket as a number, to be kept in an atomic.
-    #[must_use]
-    pub fn to_bits(self) -> u64 {
-        self.0
-    }
-
-    /// The ticket of [`Ticket::to_bits`].
-    #[must_use]
-    pub fn from_bits(bits: u64) -> Self {
-        Self(bits)
-    }
-
-    /// Whether there is nothing to wait for.
-    #[must_use]
-    pub fn is_none(self) -> bool {
-        self == Self::NONE
-    }
 }
 
 /// Readers that a page remembers apart; more are joined by an event.
@@ -268,7 +220,7 @@ impl Page {
     /// mapping are in place.
     pub fn publish(&self, state: PageState, pins: u32, ready: Ticket) -> Generation {
         let generation = next_generation();
-        self.ready.store(ready.0, Relaxed);
+        self.ready.store(ready.to_bits(), Relaxed);
         for reader in &self.readers {
             reader.store(0, Relaxed);
         }
@@ -324,12 +276,12 @@ impl Page {
     #[inline]
     #[must_use]
     pub fn ready(&self) -> Ticket {
-        Ticket(self.ready.load(Acquire))
+        Ticket::from_bits(self.ready.load(Acquire))
     }
 
     /// Sets the ready ticket of a page that the caller has pinned.
     pub fn set_ready(&self, ticket: Ticket) {
-        self.ready.store(ticket.0, Release);
+        self.ready.store(ticket.to_bits(), Release);
     }
 
     /// Remembers a use up to `ticket`. Returns false when the page remembers four other streams
@@ -339,7 +291,7 @@ impl Page {
         for reader in &self.readers {
             let mut bits = reader.load(Acquire);
             loop {
-                let old = Ticket(bits);
+                let old = Ticket::from_bits(bits);
                 let same = !old.is_none() && old.slot() == ticket.slot();
                 if same && old.sequence() >= ticket.sequence() {
                     return true;
@@ -347,7 +299,7 @@ impl Page {
                 if !(old.is_none() || same || passed(old)) {
                     break;
                 }
-                match reader.compare_exchange_weak(bits, ticket.0, AcqRel, Acquire) {
+                match reader.compare_exchange_weak(bits, ticket.to_bits(), AcqRel, Acquire) {
                     Ok(_) => return true,
                     Err(now) => bits = now,
                 }
@@ -358,9 +310,9 @@ impl Page {
 
     /// Replaces one remembered use by another that comes after it. Returns whether it was there.
     pub fn replace_stamp(&self, old: Ticket, new: Ticket) -> bool {
-        self.readers
-            .iter()
-            .any(|reader| reader.compare_exchange(old.0, new.0, AcqRel, Acquire).is_ok())
+        self.readers.iter().any(|reader| {
+            reader.compare_exchange(old.to_bits(), new.to_bits(), AcqRel, Acquire).is_ok()
+        })
     }
 
     /// All tickets that must pass before the frame may be used otherwise: ready and readers.
@@ -368,7 +320,7 @@ impl Page {
     pub fn users(&self) -> Vec<Ticket> {
         std::iter::once(&self.ready)
             .chain(&self.readers)
-            .map(|ticket| Ticket(ticket.load(Acquire)))
+            .map(|ticket| Ticket::from_bits(ticket.load(Acquire)))
             .filter(|ticket| !ticket.is_none())
             .collect()
     }

@@ -1,8 +1,8 @@
 //! Device addresses of VBARs: real reservations, and stand-ins where there can be none.
 //!
-//! A reservation costs nothing until pages are mapped. Where the driver cannot reserve, a VBAR still
-//! gets addresses, so that its program runs with every fault offloaded: they are distinct, from a
-//! range that no device maps (non-canonical: bit 63 set, bit 62 clear), process-wide.
+//! A reservation costs nothing until pages are mapped. Where the driver cannot reserve, a VBAR
+//! still gets addresses, so that its program runs with every fault offloaded: they are distinct,
+//! from a range that no device maps (non-canonical: bit 63 set, bit 62 clear), process-wide.
 
 use crate::driver::{Driver, DriverCode};
 use crate::error::{Error, Result};

@@ -9,8 +9,8 @@ use std::sync::Arc;
 use super::bar::{Fault, Guard, VbarInner};
 use crate::driver::CaptureState;
 use crate::error::Result;
-use crate::memory::page_table::Ticket;
 use crate::outcome::{Reason, WaitKind};
+use crate::sync::ticket::Ticket;
 use crate::sync::{AcqRel, Acquire, AtomicU32, AtomicU64, Relaxed, Release};
 use crate::units::{DeviceAddress, Generation, Stream};
 

@@ -263,7 +263,7 @@ impl<'a> Guard<'a> {
     /// `StaleToken` when the pins were released by a forced end of run.
     pub fn unpin(mut self) -> Result<()> {
         let hold = self.hold.take().expect("a guard holds until it is consumed");
-        self.vbar.runtime.pager().unpin(&self.vbar.bar, hold)
+        self.vbar.runtime.pager().unpin(&self.vbar.bar, &hold)
     }
 
     /// Puts the pins aside under a token, to be given back with [`Runtime::unpin`].
@@ -294,7 +294,7 @@ impl std::fmt::Debug for Guard<'_> {
 impl Drop for Guard<'_> {
     fn drop(&mut self) {
         let Some(hold) = self.hold.take() else { return };
-        if let Err(error) = self.vbar.runtime.pager().unpin(&self.vbar.bar, hold) {
+        if let Err(error) = self.vbar.runtime.pager().unpin(&self.vbar.bar, &hold) {
             // A forced end of run said so already; anything else deserves to be seen.
             match error.code() {
                 ErrorCode::StaleToken => log::debug!("unpin: {error}"),

@@ -25,7 +25,6 @@ pub use bar::{EndOfRun, Fault, Guard, Vbar};
 pub use model::ModelBar;
 pub use statistics::Statistics;
 
-
 /// The runtime of one device, shared by everyone who opened it.
 #[derive(Clone)]
 pub struct Runtime {
@@ -195,7 +194,7 @@ impl Runtime {
     /// `StaleToken` when the token holds no pins, or they were released by force.
     pub fn unpin(&self, token: Token) -> Result<()> {
         let (bar, hold) = self.inner.pins.take(token)?;
-        self.pager().unpin(&bar, hold)
+        self.pager().unpin(&bar, &hold)
     }
 
     /// Sets the explicit budget in bytes, or lifts it, and gives back at once what it no longer
@@ -335,8 +334,7 @@ fn find(
     device: DeviceOrdinal,
 ) -> Option<Runtime> {
     let same = |entry: &&Registered| {
-        entry.device == device
-            && std::ptr::addr_eq(entry.driver.as_ptr(), Arc::as_ptr(driver))
+        entry.device == device && std::ptr::addr_eq(entry.driver.as_ptr(), Arc::as_ptr(driver))
     };
     let inner = registry.iter().find(same)?.runtime.upgrade()?;
     Some(Runtime { inner })

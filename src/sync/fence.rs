@@ -15,10 +15,9 @@ use std::time::{Duration, Instant};
 
 use crate::driver::{Driver, DriverCode, Event};
 use crate::error::{Error, ErrorCode, Result};
-use crate::memory::page_table::Ticket;
-use crate::sync::{
-    AcqRel, Acquire, AtomicBool, AtomicU64, Mutex, Relaxed, Release,
-};
+use crate::sync::clock::Ticks;
+use crate::sync::ticket::Ticket;
+use crate::sync::{AcqRel, Acquire, AtomicBool, AtomicU64, Mutex, Relaxed, Release};
 use crate::units::Stream;
 
 /// Streams of one context that can be known at a time.
@@ -26,6 +25,10 @@ pub const SLOT_COUNT: usize = 256;
 
 /// A slot of its own, behind the streams': it is never recorded on.
 const UNRECORDED: u16 = SLOT_COUNT as u16;
+
+/// A stream that was not retired loses its slot after this many record intervals without a record,
+/// when 256 others need one.
+const IDLE_INTERVALS: u64 = 1000;
 
 const FREE: u64 = 0;
 const RETIRED: u64 = u64::MAX;
@@ -47,7 +50,7 @@ struct Slot {
     /// The highest sequence recorded, and known to have passed.
     recorded: AtomicU64,
     passed: AtomicU64,
-    /// Nanoseconds since the module's start at the last record.
+    /// The clock's reading at the last record.
     recorded_at: AtomicU64,
     /// Per other slot, the highest sequence that this stream waits for already.
     waited: Box<[AtomicU64]>,
@@ -78,7 +81,7 @@ pub struct Fences {
     slots: Box<[Slot]>,
     insert: Mutex<()>,
     started: Instant,
-    record_interval: Duration,
+    ticks: Ticks,
     /// Set while VBARs exceed the budget: every unpin records at once.
     eager: AtomicBool,
 }
@@ -93,7 +96,7 @@ impl Fences {
             slots,
             insert: Mutex::new(()),
             started: Instant::now(),
-            record_interval,
+            ticks: Ticks::new(record_interval),
             eager: AtomicBool::new(false),
         }
     }
@@ -114,10 +117,7 @@ impl Fences {
             return Ok(None);
         }
         let id = self.driver.stream_get_id(stream)?.wrapping_add(1);
-        match self.find(id) {
-            Some(slot) => Ok(Some(slot)),
-            None => self.insert(id).map(Some),
-        }
+        self.find_or_insert(id).map(Some)
     }
 
     /// The ticket that stands for all work enqueued on the stream up to now; the caller stamps it
@@ -143,13 +143,10 @@ impl Fences {
     /// the stamp is to be made again with the slot that this returns.
     #[inline]
     pub fn confirm(&self, slot: StreamSlot) -> Result<Option<StreamSlot>> {
-        if self.entry(slot).id.load(Acquire) == slot.id {
+        if self.is_still(slot) {
             return Ok(None);
         }
-        match self.find(slot.id) {
-            Some(found) => Ok(Some(found)),
-            None => self.insert(slot.id).map(Some),
-        }
+        self.find_or_insert(slot.id).map(Some)
     }
 
     /// Whether the ticket is known to have passed, without asking the driver.
@@ -166,9 +163,11 @@ impl Fences {
     #[inline]
     #[must_use]
     pub fn ordered_before(&self, ticket: Ticket, slot: StreamSlot) -> bool {
+        let waited = &self.entry(slot).waited[ticket.slot() as usize];
         self.known_passed(ticket)
-            || ticket.slot() == slot.index
-            || self.entry(slot).waited[ticket.slot() as usize].load(Acquire) >= ticket.sequence()
+            || (ticket.slot() == slot.index || waited.load(Acquire) >= ticket.sequence())
+                // Asked last: a slot changes hands before anything else of it changes.
+                && self.is_still(slot)
     }
 
     /// What is known of a ticket after asking the driver.
@@ -192,12 +191,7 @@ impl Fences {
     ///
     /// # Errors
     /// What the driver says of the wait; the stream does not wait then.
-    pub fn stream_wait(
-        &self,
-        stream: Stream,
-        slot: StreamSlot,
-        ticket: Ticket,
-    ) -> Result<bool> {
+    pub fn stream_wait(&self, stream: Stream, slot: StreamSlot, ticket: Ticket) -> Result<bool> {
         if self.ordered_before(ticket, slot) {
             return Ok(true);
         }
@@ -208,6 +202,9 @@ impl Fences {
             return Ok(self.known_passed(ticket));
         };
         self.driver.stream_wait_event(stream, event)?;
+        if !self.is_still(slot) {
+            return Ok(true);
+        }
         self.entry(slot).waited[ticket.slot() as usize].fetch_max(sequence, AcqRel);
         Ok(true)
     }
@@ -218,8 +215,20 @@ impl Fences {
     /// # Errors
     /// What the driver says of the record. Stamps stay uncovered until a later record.
     pub fn record(&self, stream: Stream, slot: StreamSlot) -> Result<Ticket> {
+        let mut slot = slot;
+        loop {
+            let mut ring = self.entry(slot).ring.lock();
+            if self.is_still(slot) {
+                return self.record_locked(stream, slot, &mut ring);
+            }
+            drop(ring);
+            slot = self.find_or_insert(slot.id)?;
+        }
+    }
+
+    /// Records with the ring locked, so that the slot cannot change hands.
+    fn record_locked(&self, stream: Stream, slot: StreamSlot, ring: &mut Ring) -> Result<Ticket> {
         let entry = self.entry(slot);
-        let mut ring = entry.ring.lock();
         let event = match ring.free.pop() {
             Some(event) => event,
             None => self.driver.event_create()?,
@@ -232,30 +241,33 @@ impl Fences {
         }
         ring.pending.push_back((sequence, event));
         entry.recorded.store(sequence, Release);
-        entry.recorded_at.store(self.nanos(), Relaxed);
+        entry.recorded_at.store(self.ticks.now(), Relaxed);
+        self.ticks.learn();
         Ok(Ticket::new(slot.index, sequence))
     }
 
-    /// Records if it is time to: at once while VBARs exceed the budget, else at the interval.
+    /// Whether it is time for a record on the stream: at once while VBARs exceed the budget, else
+    /// at the interval.
+    #[inline]
+    #[must_use]
+    pub fn is_record_due(&self, slot: StreamSlot) -> bool {
+        self.eager.load(Relaxed) || self.ticks.is_over(self.entry(slot).recorded_at.load(Relaxed))
+    }
+
+    /// Records on the stream, after asking what has passed on it, unless another thread is doing
+    /// just that: then its record, or the next one, covers this thread's uses.
     ///
     /// # Errors
     /// As [`Fences::record`].
-    #[inline]
-    pub fn record_if_due(&self, stream: Stream, slot: StreamSlot) -> Result<()> {
+    pub fn record_in_passing(&self, stream: Stream, slot: StreamSlot) -> Result<()> {
         let entry = self.entry(slot);
-        if !self.eager.load(Relaxed) {
-            let since = self.nanos().saturating_sub(entry.recorded_at.load(Relaxed));
-            if u128::from(since) < self.record_interval.as_nanos() {
-                return Ok(());
-            }
+        let Some(mut ring) = entry.ring.try_lock() else { return Ok(()) };
+        if !self.is_still(slot) {
+            drop(ring);
+            return self.record(stream, slot).map(|_| ());
         }
-        if let Some(mut ring) = entry.ring.try_lock() {
-            self.drain(entry, &mut ring)?;
-        } else {
-            // Another thread is recording on this stream right now; the next unpin covers ours.
-            return Ok(());
-        }
-        self.record(stream, slot).map(|_| ())
+        self.drain(entry, &mut ring)?;
+        self.record_locked(stream, slot, &mut ring).map(|_| ())
     }
 
     /// Forgets a stream that is about to be destroyed, after covering its uses by a last record.
@@ -315,10 +327,6 @@ impl Fences {
         &self.slots[slot.index as usize]
     }
 
-    fn nanos(&self) -> u64 {
-        self.started.elapsed().as_nanos() as u64
-    }
-
     /// Slots are an open-addressed table by stream id: the hit path finds one without a lock.
     #[inline]
     fn find(&self, id: u64) -> Option<StreamSlot> {
@@ -340,16 +348,15 @@ impl Fences {
         for take_idle in [false, true] {
             for index in probe(id) {
                 let slot = &self.slots[index];
-                let found = slot.id.load(Acquire);
-                let reusable = match found {
+                let mut ring = slot.ring.lock();
+                let reusable = match slot.id.load(Acquire) {
                     FREE => true,
-                    RETIRED => self.is_idle(slot)?,
-                    _ => take_idle && self.is_idle(slot)?,
+                    RETIRED => self.is_idle(slot, &mut ring)?,
+                    _ => take_idle && self.is_long_idle(slot, &mut ring)?,
                 };
-                if reusable && slot.id.compare_exchange(found, id, AcqRel, Acquire).is_ok() {
-                    for waited in &slot.waited {
-                        waited.store(0, Release);
-                    }
+                if reusable {
+                    slot.id.store(id, Release);
+                    slot.waited.iter().for_each(|waited| waited.store(0, Release));
                     return Ok(StreamSlot { index: index as u16, id });
                 }
             }
@@ -360,10 +367,27 @@ impl Fences {
 
     /// Whether every use of the slot's stream is known to have passed, so that another stream can
     /// take the slot over. Who stamps concurrently notices in `confirm`.
-    fn is_idle(&self, slot: &Slot) -> Result<bool> {
-        self.poll(slot)?;
+    fn is_idle(&self, slot: &Slot, ring: &mut Ring) -> Result<bool> {
+        self.drain(slot, ring)?;
         Ok(slot.stamped.load(Acquire) <= slot.passed.load(Acquire)
             && slot.recorded.load(Acquire) <= slot.passed.load(Acquire))
+    }
+
+    /// The same, and idle for so long that no call that found the slot is still under way.
+    fn is_long_idle(&self, slot: &Slot, ring: &mut Ring) -> Result<bool> {
+        let idle = slot.recorded_at.load(Relaxed);
+        Ok(self.ticks.is_over_by(idle, IDLE_INTERVALS) && self.is_idle(slot, ring)?)
+    }
+
+    fn is_still(&self, slot: StreamSlot) -> bool {
+        self.entry(slot).id.load(Acquire) == slot.id
+    }
+
+    fn find_or_insert(&self, id: u64) -> Result<StreamSlot> {
+        match self.find(id) {
+            Some(slot) => Ok(slot),
+            None => self.insert(id),
+        }
     }
 
     fn poll(&self, slot: &Slot) -> Result<()> {

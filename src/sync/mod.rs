@@ -1,8 +1,10 @@
 //! Locks and atomics behind one façade, so that a model checker can stand in for them, and the
 //! fences and waits that are built on them.
 
+pub mod clock;
 pub mod device;
 pub mod fence;
+pub mod ticket;
 pub mod wait;
 
 pub(crate) use parking_lot::{Condvar, Mutex};

@@ -4,6 +4,7 @@
 //! and gives it back; a failed check ends the suite.
 #![expect(unsafe_code, reason = "copies through the trait take raw pointers")]
 
+use std::ptr::NonNull;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -405,8 +406,13 @@ fn check_page_locked_copies(rig: &Rig, pages: &Pages, stream: Stream) {
     unsafe { rig.driver.memcpy_dtoh_async(into, at, len, stream) }.expect("a copy");
     rig.driver.stream_synchronize(stream).expect("their end");
     assert_eq!(source, target);
-    // SAFETY: allocated above, freed once, not used afterwards.
-    unsafe { rig.driver.mem_free_host(memory) }.expect("freeing");
+    free_host(rig, memory);
+}
+
+/// Frees page-locked memory that nothing touches any more.
+pub(crate) fn free_host(rig: &Rig, memory: NonNull<u8>) {
+    // SAFETY: every caller allocated it from this driver and is done with it.
+    unsafe { rig.driver.mem_free_host(memory) }.expect("freeing page-locked memory");
 }
 
 fn check_kernels(rig: &Rig) {

@@ -312,6 +312,44 @@ fn a_context_ends_with_its_last_release() {
 }
 
 #[test]
+fn a_device_goes_at_once_whatever_still_runs() {
+    for options in ["capacity=1M,granularity=64K", "capacity=1M,granularity=64K,seed=5"] {
+        let (sim, rig) = open(options);
+        let other = sim.second_process();
+        let pages = rig.pages(16);
+        let (first, second, event) = (rig.stream(), rig.stream(), rig.event());
+        rig.write_late(pages.address, 8, 60_000, first);
+        sim.event_record(event, first).unwrap();
+        sim.stream_wait_event(second, event).unwrap();
+        rig.memset(pages.address, 1, 8, second);
+        let begun = Instant::now();
+        drop((sim, rig));
+        assert!(begun.elapsed() < Duration::from_secs(2));
+        assert!(other.mem_create(DEVICE, 1 << 20).is_ok(), "memory was left behind");
+    }
+}
+
+#[test]
+fn launches_wait_while_a_call_waits_for_the_device() {
+    let (sim, rig) = open("capacity=4M,granularity=64K");
+    let (pages, stream, other) = (rig.pages(1), rig.stream(), rig.stream());
+    let memory = sim.mem_host_alloc(1).unwrap();
+    let context = sim.ctx_get_current().unwrap();
+    rig.write_late(pages.address, 8, 200, stream);
+    let begun = Instant::now();
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            sim.ctx_set_current(context).unwrap();
+            std::thread::sleep(Duration::from_millis(50));
+            rig.memset(pages.address.offset(8), 1, 8, other);
+            assert!(begun.elapsed() >= Duration::from_millis(150), "a launch got in");
+        });
+        crate::door::free_host(&rig, memory);
+        assert!(begun.elapsed() >= Duration::from_millis(150));
+    });
+}
+
+#[test]
 fn recycled_memory_holds_nothing_of_before() {
     for (poison, expected) in [(0, 0), (1, 0xA5)] {
         let (sim, rig) = open(&format!("capacity=64K,granularity=64K,poison={poison}"));

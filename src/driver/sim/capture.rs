@@ -4,8 +4,9 @@
 //! `cuStreamBeginCapture` and `cuThreadExchangeStreamCaptureMode`: a potentially unsafe call is
 //! refused, and breaks the capture, by the mode of the capture and of the calling thread; waiting
 //! for an event of the capture brings a stream into it; every stream must come back before the end.
-//! Stricter than CUDA: every `mem_*` verb that changes something and every `event_query` count as
-//! potentially unsafe. Simpler: a graph runs its operations in the order of their recording.
+//! Stricter than CUDA: every `mem_*` verb that changes something, `module_load`, and every
+//! `event_query` and `stream_synchronize` count as potentially unsafe. Simpler: a graph runs its
+//! operations one after the other, in the order of their recording.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -228,6 +229,16 @@ impl Core {
         }
         let found = self.streams.with(stream.0, state);
         found.ok_or_else(|| verb.error(DriverCode::INVALID_HANDLE))
+    }
+
+    /// Drops what open captures hold, when the device goes.
+    pub(super) fn abandon_captures(&self) {
+        for capture in self.captures.lock().drain(..) {
+            let body = std::mem::take(&mut *capture.body.lock());
+            for member in &body.members {
+                *member.stream.capture.lock() = None;
+            }
+        }
     }
 
     pub(super) fn begin_capture(&self, stream: Stream, mode: CaptureMode) -> DriverResult<()> {

@@ -117,7 +117,11 @@ pub(super) struct Frame {
     pub(super) offset: u64,
     pub(super) bytes: u64,
     pub(super) record: Mutex<FrameRecord>,
+    /// Bit b: the operating system has put memory behind block b, a 64th of the frame.
+    warm: AtomicU64,
 }
+
+const OS_PAGE: u64 = 4096;
 
 /// A frame's bytes before anybody wrote them, with `poison=1`.
 const POISON: u8 = 0xA5;
@@ -135,13 +139,29 @@ impl Frame {
         holdings.frames.fetch_add(1, Ordering::Relaxed);
         holdings.bytes.fetch_add(bytes, Ordering::Relaxed);
         let (device, holdings) = (device.clone(), holdings.clone());
-        let record = Mutex::default();
-        let frame = Arc::new(Self { device, holdings, handle, offset, bytes, record });
+        let (record, warm) = (Mutex::default(), AtomicU64::new(0));
+        let frame = Arc::new(Self { device, holdings, handle, offset, bytes, record, warm });
         if poison {
             // SAFETY: the range was just taken, lies in the window, and nobody else has it.
             unsafe { os::fill(frame.window_address(0), POISON, bytes as usize) };
         }
         Some(frame)
+    }
+
+    /// Puts memory behind the blocks of the frame that lie in the range whole, if need be.
+    pub(super) fn warm_up(&self, offset: u64, bytes: u64) {
+        let block = self.bytes / 64;
+        if block == 0 || !block.is_multiple_of(OS_PAGE) {
+            return;
+        }
+        let (first, end) = (offset.div_ceil(block), (offset + bytes) / block);
+        if first >= end {
+            return;
+        }
+        let blocks = (u64::MAX >> (64 - (end - first))) << first;
+        if blocks & !self.warm.fetch_or(blocks, Ordering::Relaxed) != 0 {
+            os::populate(self.window_address(first * block), (end - first) * block);
+        }
     }
 
     /// Where the device itself reads and writes byte `offset` of the frame.

@@ -8,6 +8,7 @@
 
 use super::Core;
 use super::memory::Space;
+use super::order::AccessKind;
 use super::os;
 use super::stream::{Operation, StreamState, Work};
 use crate::driver::KernelCall;
@@ -40,8 +41,19 @@ impl Core {
         if self.is_lost(stream.device) {
             return;
         }
-        let result = self.check_spans(stream, &operation.work);
-        let result = result.and_then(|()| self.run(stream, &operation.work));
+        let missing = operation.missing.map_or(Ok(()), |address| {
+            Err(Fault { address, why: "nothing was mapped when it was enqueued" })
+        });
+        let result = missing.and_then(|()| self.check_spans(stream, &operation.work));
+        let result = result.and_then(|()| {
+            self.warm_up(&operation.work);
+            self.run(stream, &operation.work)
+        });
+        if operation.source_sum != self.source_sum(&operation.work) {
+            let (id, number) = (stream.id, operation.number);
+            let text = format!("the source of stream {id} operation {number} was changed before");
+            self.violation(stream.device, format!("{text} the copy was done"));
+        }
         if let Err(Fault { address, why }) = result {
             self.violation(
                 stream.device,
@@ -54,6 +66,13 @@ impl Core {
                 ),
             );
         }
+    }
+
+    /// With `checked=1`, the checksum of the page-locked bytes that a copy reads.
+    pub(super) fn source_sum(&self, work: &Work) -> Option<u64> {
+        let Work::CopyIn { source, bytes, .. } = *work else { return None };
+        let checked = self.options.checked && self.host.contains(source, bytes);
+        checked.then(|| checksum(source, 0, bytes as usize))
     }
 
     fn history_of(&self, address: u64) -> String {
@@ -74,6 +93,21 @@ impl Core {
             }
         }
         Ok(())
+    }
+
+    /// Has the operating system put memory behind what is about to be written, many OS pages at a
+    /// time, which is several times faster than a fault for each.
+    fn warm_up(&self, work: &Work) {
+        for span in work.spans().filter(|span| span.kind == AccessKind::Write) {
+            let mut done = 0;
+            while done < span.bytes {
+                let space = self.space.read();
+                let wanted = (span.bytes - done).min(CHUNK);
+                let Some(piece) = space.piece(span.address + done, wanted) else { return };
+                piece.mapping.frame.warm_up(piece.offset, piece.bytes);
+                done += piece.bytes;
+            }
+        }
     }
 
     /// Calls `each` with the window address of every chunk, its offset in the range, its length.
@@ -181,15 +215,16 @@ fn write_pattern(window: u64, first_word: u64, length: usize, seed: u64) {
     }
 }
 
-fn checksum(window: u64, first_word: u64, length: usize) -> u64 {
+/// The checksum of a range in the window or in page-locked memory.
+fn checksum(from: u64, first_word: u64, length: usize) -> u64 {
     let mut buffer = [0u8; BUFFER];
     let mut sum = 0u64;
     let mut done = 0;
     while done < length {
         let part = (length - done).min(BUFFER);
         let into = buffer.as_mut_ptr().expose_provenance() as u64;
-        // SAFETY: the buffer is ours, the window range was looked up by the caller.
-        unsafe { os::copy(into, window + done as u64, part) }
+        // SAFETY: the buffer is ours, the caller has looked the range up.
+        unsafe { os::copy(into, from + done as u64, part) }
         let first = first_word.wrapping_add((done / 8) as u64);
         sum = sum.wrapping_add(kernel::checksum(&buffer[..part], first));
         done += part;

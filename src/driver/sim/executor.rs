@@ -6,6 +6,7 @@
 //! one thread then gets the same interleaving from the same seed. A program that makes no calls for
 //! a while is helped on by an idle thread, as a device would go on by itself.
 
+use std::cell::Cell;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
@@ -22,6 +23,11 @@ enum Step {
     Ran,
     /// There is none that may run now.
     Nothing,
+}
+
+thread_local! {
+    /// Whether this is a thread of a simulated device.
+    static OURS: Cell<bool> = const { Cell::new(false) };
 }
 
 /// A program that has made no call for this long is helped on.
@@ -98,6 +104,7 @@ impl Core {
         let core = self.clone();
         *self.threads.lock() += 1;
         let thread = std::thread::Builder::new().name(name).spawn(move || {
+            OURS.set(true);
             body(&core);
             *core.threads.lock() -= 1;
             core.thread_ended.notify_all();
@@ -114,8 +121,12 @@ impl Core {
             let _queue = stream.queue.lock();
             stream.wake.notify_all();
         }
+        // What a graph retained may hold the last handle of the device, and be dropped on a thread
+        // of ours: that one cannot be waited for.
+        let own = usize::from(OURS.get());
         let mut threads = self.threads.lock();
-        while *threads > 0 {
+        self.thread_ended.notify_all();
+        while *threads > own {
             self.thread_ended.wait_for(&mut threads, LOOK);
         }
     }
@@ -174,7 +185,11 @@ impl Core {
     pub(super) fn help_idle_programs(&self) {
         let mut seen = self.activity.load(Ordering::Relaxed);
         while !self.is_stopping() {
-            std::thread::sleep(IDLE);
+            {
+                // Woken early by threads that end, which does no harm, and by the shutdown.
+                let mut threads = self.threads.lock();
+                self.thread_ended.wait_for(&mut threads, IDLE);
+            }
             let now = self.activity.load(Ordering::Relaxed);
             if now == seen {
                 while self.step() == Step::Ran && !self.is_stopping() {}

@@ -119,6 +119,9 @@ impl Sim {
         let seed = options.seed.unwrap_or(0);
         let faults = faults::Faults::default();
         options.fail.iter().for_each(|rule| faults.add(*rule));
+        if options.fail_rate > 0.0 {
+            faults.set_rate(options.fail_rate, seed);
+        }
         let core = Arc::new(Core {
             id: IDS.fetch_add(1, Ordering::Relaxed),
             devices,
@@ -155,6 +158,7 @@ impl Sim {
 impl Drop for Sim {
     fn drop(&mut self) {
         self.core.shut_down();
+        self.core.abandon_captures();
         self.core.forget_thread();
     }
 }

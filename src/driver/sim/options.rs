@@ -32,7 +32,9 @@ pub struct SimOptions {
     /// With a seed, one operation runs at a time, in an order drawn from it; without, each stream
     /// has a thread.
     pub seed: Option<u64>,
-    /// Most time that an operation waits before it runs; the wait is drawn. 0.
+    /// Most time that an operation waits before it runs; the wait is drawn. 0. It is real time,
+    /// as the delays of kernels and the bandwidth are: with any of them a seed's interleaving
+    /// depends on the clock too.
     pub latency: Duration,
     /// Bytes a second that copies run at. As fast as the host can.
     pub bandwidth: Option<u64>,
@@ -46,10 +48,13 @@ pub struct SimOptions {
     pub poison: bool,
     /// Whether virtual memory management works. Yes.
     pub vmm: bool,
-    /// Whether host peeks must be ordered after the device's writes. No.
+    /// Whether host peeks must be ordered after the device's writes, and the sources of copies
+    /// from page-locked memory are compared with what they were when the copy was enqueued. No.
     pub checked: bool,
     /// What a violation does. It loses the device.
     pub on_violation: OnViolation,
+    /// Probability with which memory, copy and event calls fail. 0.
+    pub fail_rate: f64,
     /// Failures to inject from the start.
     pub fail: Vec<FailRule>,
 }
@@ -70,13 +75,15 @@ impl Default for SimOptions {
             vmm: true,
             checked: false,
             on_violation: OnViolation::Lose,
+            fail_rate: 0.0,
             fail: Vec::new(),
         }
     }
 }
 
 const KEYS: &str = "capacity, devices, granularity, seed, latency, bandwidth (or slow_copy), \
-                    address_space, mappings, jitter, poison, vmm, checked, on_violation, fail";
+                    address_space, mappings, jitter, poison, vmm, checked, on_violation, \
+                    fail_rate, fail";
 
 impl SimOptions {
     /// Parses `key=value` pairs with commas between; the empty text gives the defaults.
@@ -122,6 +129,10 @@ impl SimOptions {
                     _ => return Err(format!("on_violation={value}: lose or record")),
                 };
             }
+            "fail_rate" => {
+                self.fail_rate =
+                    value.parse().map_err(|_| format!("fail_rate={value}: 0 to 1 is expected"))?;
+            }
             "fail" => self.fail.push(parse_fail(value)?),
             _ => return Err(format!("unknown option '{key}'; the options are: {KEYS}")),
         }
@@ -132,11 +143,15 @@ impl SimOptions {
         if !self.granularity.is_power_of_two() || self.granularity < 4 * KIB {
             return Err("granularity must be a power of two of at least 4K".into());
         }
-        if self.capacity == 0 || self.capacity > 64 * TIB {
-            return Err("capacity must be between 1 byte and 64T".into());
+        if self.capacity == 0 || self.capacity > 16 * TIB {
+            // Twice the capacity must fit in the address space of a process.
+            return Err("capacity must be between 1 byte and 16T".into());
         }
         if !(1..=64).contains(&self.devices) {
             return Err("devices must be 1 to 64".into());
+        }
+        if !(0.0..=1.0).contains(&self.fail_rate) {
+            return Err("fail_rate must be 0 to 1".into());
         }
         if self.bandwidth == Some(0) {
             return Err("bandwidth must not be 0".into());
@@ -219,6 +234,9 @@ impl fmt::Display for SimOptions {
         if self.on_violation == OnViolation::Record {
             f.write_str(",on_violation=record")?;
         }
+        if self.fail_rate != 0.0 {
+            write!(f, ",fail_rate={}", self.fail_rate)?;
+        }
         for rule in &self.fail {
             write!(f, ",fail={}:{}:{}", rule.verb, rule.skip + 1, rule.code.0)?;
         }
@@ -234,7 +252,7 @@ mod tests {
     fn the_canonical_form_is_parsed_back() {
         let text = "capacity=64M,devices=2,granularity=64K,seed=7,latency=50us,bandwidth=1G,\
                     address_space=1T,mappings=9,jitter=1M,poison=1,vmm=0,checked=1,\
-                    on_violation=record,fail=mem_set_access:3:600";
+                    on_violation=record,fail_rate=0.25,fail=mem_set_access:3:600";
         let options = SimOptions::parse(text).unwrap();
         assert_eq!(options.to_string(), text);
         assert_eq!(SimOptions::parse("").unwrap(), SimOptions::default());

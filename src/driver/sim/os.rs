@@ -76,6 +76,12 @@ pub(super) fn map_window(file: &OwnedFd, bytes: u64) -> io::Result<u64> {
     Ok(window)
 }
 
+/// Puts memory behind a range of the window at once. A kernel that cannot does it fault by fault.
+pub(super) fn populate(address: u64, bytes: u64) {
+    // SAFETY: the advice changes no byte; a range that is not mapped is refused.
+    unsafe { libc::madvise(pointer(address), bytes as usize, libc::MADV_POPULATE_WRITE) };
+}
+
 /// Reserves addresses with nothing behind them, aligned to a power of two.
 pub(super) fn reserve(bytes: u64, alignment: u64) -> io::Result<u64> {
     let total = bytes.checked_add(alignment).ok_or(io::ErrorKind::OutOfMemory)?;

@@ -100,6 +100,11 @@ pub(super) struct Operation {
     pub(super) work: Work,
     /// It runs after these, beside everything before it on its own stream.
     pub(super) after: Vec<Point>,
+    /// An address of its that had nothing behind it when it was enqueued. Stricter than CUDA,
+    /// where a mapping made in time would do: accesses are checked when work is enqueued.
+    pub(super) missing: Option<u64>,
+    /// With `checked=1`, the checksum of the page-locked bytes that it copies.
+    pub(super) source_sum: Option<u64>,
 }
 
 /// The part of a stream that changes.
@@ -285,6 +290,8 @@ impl Core {
 
         let is_mark = matches!(work, Work::Mark);
         let mut races = Vec::new();
+        let mut missing = None;
+        let source_sum = self.source_sum(&work);
         let space = (!is_mark).then(|| self.space.read());
         let mut queue = stream.queue.lock();
         queue.enqueued += 1;
@@ -295,11 +302,13 @@ impl Core {
             queue.clock.merge(&order.host);
             queue.clock.raise(stream.slot, stream.first_tick + number);
             if let Some(space) = &space {
-                note_accesses(space, &order, (stream, number), &work, &queue.clock, &mut races);
+                let operation = (&**stream, number);
+                missing = note_accesses(space, &order, operation, &work, &queue.clock, &mut races);
             }
         }
         let clock = if is_mark { queue.clock.clone() } else { Clock::default() };
-        self.push(stream, &mut queue, Operation { number, work, after });
+        let operation = Operation { number, work, after, missing, source_sum };
+        self.push(stream, &mut queue, operation);
         drop(queue);
         drop(space);
         for race in races {
@@ -371,7 +380,8 @@ impl Core {
     }
 }
 
-/// Notes what an operation accesses, and describes each race with an earlier one.
+/// Notes what an operation accesses, and describes each race with an earlier one. Returns an
+/// address with nothing behind it, if there is one: the operation fails when it runs.
 fn note_accesses(
     space: &Space,
     order: &Order,
@@ -379,11 +389,11 @@ fn note_accesses(
     work: &Work,
     clock: &Clock,
     races: &mut Vec<String>,
-) {
+) -> Option<u64> {
+    let mut missing = None;
     let (slot, tick) = (stream.slot, stream.first_tick + operation);
     for span in work.spans() {
-        // What has nothing behind it is found when the operation runs.
-        let _ = space.for_pieces(span.address, span.bytes, |address, piece| {
+        let hole = space.for_pieces(span.address, span.bytes, |address, piece| {
             piece.mapping.touched.lock().raise(slot, tick);
             let (start, end) = (piece.offset, piece.offset + piece.bytes);
             let (kind, stream) = (span.kind, stream.id);
@@ -398,5 +408,7 @@ fn note_accesses(
                 ));
             }
         });
+        missing = missing.or(hole);
     }
+    missing
 }

@@ -15,10 +15,11 @@ use crate::counters;
 use crate::driver::{DriverError, DriverResult, FrameHandle};
 use crate::error::{Error, ErrorCode, Result};
 use crate::memory::frames::FrameIndex;
-use crate::memory::page_table::{PageState, Ticket};
+use crate::memory::page_table::PageState;
 use crate::options::Eviction;
 use crate::outcome::Reason;
 use crate::sync::fence::StreamSlot;
+use crate::sync::ticket::Ticket;
 use crate::units::Stream;
 
 /// Attempts at a call that returned a transient code, the first one included.
@@ -268,8 +269,7 @@ impl Pager {
     fn publish(&self, claim: &Claim, frame: FrameIndex, ready: Ticket) -> Protected {
         let page = claim.entry();
         page.set_frame(frame);
-        let state =
-            if ready.is_none() { PageState::Resident } else { PageState::Issued };
+        let state = if ready.is_none() { PageState::Resident } else { PageState::Issued };
         let generation = page.publish(state, 1, ready);
         self.state.lock().add_resident(claim.bar.id, claim.page, claim.streams);
         Protected::new(Arc::clone(&claim.bar), claim.page, generation)

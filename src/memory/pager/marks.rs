@@ -127,9 +127,7 @@ impl Pager {
     pub fn update_eager(&self) {
         let state = self.state.lock();
         let open = state.bars.values().filter(|entry| !entry.closing);
-        let bytes = open.fold(0u64, |sum, entry| {
-            sum.saturating_add(entry.bar.allocated_bytes())
-        });
+        let bytes = open.fold(0u64, |sum, entry| sum.saturating_add(entry.bar.allocated_bytes()));
         self.device.fences.set_eager(bytes > state.budget.allowed().0);
     }
 

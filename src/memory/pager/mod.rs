@@ -10,24 +10,27 @@ mod marks;
 mod plan;
 mod release;
 mod state;
+mod unpin;
 
 use std::collections::HashMap;
 use std::ops::Range;
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use smallvec::SmallVec;
 
 use crate::copy::fill::Filler;
 use crate::counters;
-use crate::driver::{CaptureState, DriverError};
+use crate::driver::CaptureState;
 use crate::error::{Error, ErrorCode, Result};
 use crate::memory::budget::Budget;
-use crate::memory::page_table::{Page, PageState, Pin, Ticket};
+use crate::memory::page_table::{Page, PageState, Pin};
 use crate::memory::vbar::Bar;
 use crate::options::{Eviction, HEADROOM_DEFAULT};
 use crate::outcome::{Reason, WaitKind};
 use crate::sync::device::Device;
-use crate::sync::fence::{Cover, StreamSlot};
+use crate::sync::fence::StreamSlot;
+use crate::sync::ticket::Ticket;
 use crate::sync::wait::Wait;
 use crate::sync::{Condvar, Mutex};
 use crate::units::{Generation, Stream};
@@ -162,7 +165,8 @@ impl Pager {
         stream: Stream,
         slot: Option<StreamSlot>,
     ) -> Result<Option<(Hold, bool)>> {
-        let mut hold = Hold { pages: pages.start..pages.start, generations: SmallVec::new(), stream, slot };
+        let mut hold =
+            Hold { pages: pages.start..pages.start, generations: SmallVec::new(), stream, slot };
         let mut ordered = true;
         for (_, page) in bar.table.pages(pages) {
             match page.pin() {
@@ -202,8 +206,9 @@ impl Pager {
         }
     }
 
+    #[cold]
     fn order_or_unpin(&self, bar: &Bar, hold: &Hold, capture: CaptureState) -> Result<()> {
-        let ordered = self.order(bar, hold, capture);
+        let ordered = self.device.enter().and_then(|_scope| self.order(bar, hold, capture));
         if ordered.is_err() {
             self.release_unused(bar, hold);
         }
@@ -247,11 +252,8 @@ impl Pager {
 
     /// Serves a request that is not a plain hit.
     #[cold]
-    fn fault_slowly(
-        &self,
-        requests: &[Request<'_>],
-        stream: Stream,
-    ) -> Result<Faulted<Vec<Hold>>> {
+    #[inline(never)]
+    fn fault_slowly(&self, requests: &[Request<'_>], stream: Stream) -> Result<Faulted<Vec<Hold>>> {
         let _scope = self.device.enter()?;
         let (capture, slot) = self.device.inspect(stream)?;
         let unreserved = |request: &Request<'_>| {
@@ -331,7 +333,7 @@ impl Pager {
             Mode::Cpu if !bound => Usable::Passed,
             _ => Usable::Recorded,
         };
-        let mut patience = Patience::default();
+        let mut patience = Patience::new(self);
         loop {
             self.device.check()?;
             self.poll_budget(Poll::IfDue)?;
@@ -339,8 +341,7 @@ impl Pager {
             self.shrink()?;
             let planned = {
                 let mut state = self.state.lock();
-                let now = self.device.fences.now();
-                plan::plan(&mut state, &self.device, &items, usable, now)?
+                plan::plan(&mut state, &self.device, &items, usable, patience.turn)?
             };
             match planned {
                 Planned::Ready(protected) => return Ok(Faulted::Resident(protected)),
@@ -358,7 +359,7 @@ impl Pager {
                         }
                     }
                 }
-                Planned::Wait(kind) => patience.pause(self, kind)?,
+                Planned::Wait(kind) => patience.pause(kind)?,
                 Planned::ContextWait if patience.may_wait_for_context(capture) => {
                     self.device.context_wait()?;
                 }
@@ -370,7 +371,11 @@ impl Pager {
 
     /// A refusal of the driver caps the budget and is planned around once: what is resident may
     /// give frames that the driver does not.
-    fn after_failure(&self, failure: Failure, patience: &mut Patience<'_>) -> Result<Option<Reason>> {
+    fn after_failure(
+        &self,
+        failure: Failure,
+        patience: &mut Patience<'_>,
+    ) -> Result<Option<Reason>> {
         let reason = failure.into_reason()?;
         if reason == Reason::DriverMemory {
             let mut state = self.state.lock();
@@ -387,13 +392,12 @@ impl Pager {
     pub(in crate::memory) fn poll_budget(&self, poll: Poll) -> Result<()> {
         let held_before = {
             let mut state = self.state.lock();
-            let due = state
-                .polled_at
-                .is_none_or(|at| at.elapsed() >= self.device.options.poll_interval);
+            let due =
+                state.polled_at.is_none_or(|at| at.elapsed() >= self.device.options.poll_interval);
             if poll == Poll::IfDue && !due {
                 return Ok(());
             }
-            state.polled_at = Some(std::time::Instant::now());
+            state.polled_at = Some(Instant::now());
             state.frames.held()
         };
         let memory = self.device.driver.mem_get_info();
@@ -405,133 +409,6 @@ impl Pager {
             state.budget.observe(held, memory.free_bytes);
         }
         Ok(())
-    }
-
-    /// Gives the pins of a hold back. Work that used the pages on the hold's stream was enqueued
-    /// before the call; the pages keep their bytes until it is done.
-    ///
-    /// # Errors
-    /// `StaleToken` when a forced end of run took pins back before; the others were given back.
-    pub fn unpin(&self, bar: &Arc<Bar>, hold: Hold) -> Result<()> {
-        if crate::process::ending() {
-            return Ok(());
-        }
-        let Some(slot) = hold.slot else { return self.drop_pins(bar, &hold) };
-        let _context = match hold.stream.is_implicit() {
-            true => Some(self.device.enter_context()?),
-            false => None,
-        };
-        match self.device.capture_state(hold.stream) {
-            Ok(CaptureState::Active) => return self.pin_to_graph(bar, hold),
-            Ok(CaptureState::None) => {
-                self.stamp(bar, &hold, hold.stream, slot);
-                let recorded = self.device.fences.record_if_due(hold.stream, slot);
-                let dropped = self.drop_pins(bar, &hold);
-                if let Err(error) = recorded {
-                    log::warn!("no fence was recorded: {}", self.device.note(error));
-                }
-                dropped
-            }
-            // Nothing can be recorded now, or the handle is no good any more: the stamps stay
-            // uncovered until the stream is used again, or the context is waited for.
-            Ok(_) | Err(_) => {
-                self.stamp(bar, &hold, hold.stream, slot);
-                self.drop_pins(bar, &hold)
-            }
-        }
-    }
-
-    /// Remembers that `stream` uses the pages too.
-    ///
-    /// # Errors
-    /// What the driver says of the stream.
-    pub fn also_used_on(&self, bar: &Bar, hold: &Hold, stream: Stream) -> Result<()> {
-        let _context = self.device.enter_context()?;
-        if let (CaptureState::None, Some(slot)) = self.device.inspect(stream)? {
-            self.stamp(bar, hold, stream, slot);
-            return self.device.fences.record(stream, slot).map(|_| ());
-        }
-        let text = "a stream that is being captured cannot be named beside another one";
-        Err(Error::new(ErrorCode::Unsupported, text))
-    }
-
-    #[inline]
-    fn stamp(&self, bar: &Bar, hold: &Hold, stream: Stream, mut slot: StreamSlot) {
-        loop {
-            let ticket = self.device.fences.stamp(slot);
-            for (_, page) in bar.table.pages(hold.pages.clone()) {
-                if !page.stamp(ticket, |other| self.device.fences.known_passed(other)) {
-                    self.join_stamp(page, ticket, stream, slot);
-                }
-            }
-            // The slot may have gone to another stream before the stamps were in place.
-            match self.device.fences.confirm(slot) {
-                Ok(None) => return,
-                Ok(Some(other)) => slot = other,
-                Err(error) => {
-                    log::warn!("a use is known to no fence: {}", self.device.note(error));
-                    let unknown = self.device.fences.unrecorded_stamp();
-                    for (_, page) in bar.table.pages(hold.pages.clone()) {
-                        if !page.stamp(unknown, |_| false) {
-                            let users = page.users();
-                            let _replaced = users.iter().any(|u| page.replace_stamp(*u, unknown));
-                        }
-                    }
-                    return;
-                }
-            }
-        }
-    }
-
-    /// A page that remembers four other streams: ours waits for one of them and takes its place.
-    #[cold]
-    fn join_stamp(&self, page: &Page, ticket: Ticket, stream: Stream, slot: StreamSlot) {
-        let fences = &self.device.fences;
-        for user in page.users() {
-            let joined = matches!(fences.cover(user), Ok(Cover::Recorded | Cover::Passed))
-                && fences.stream_wait(stream, slot, user).is_ok_and(|waits| waits);
-            if joined && page.replace_stamp(user, ticket) {
-                return;
-            }
-        }
-        // None of them is recorded: the page is known to be free only after a context wait.
-        let unknown = fences.unrecorded_stamp();
-        let replaced = page.users().iter().any(|user| page.replace_stamp(*user, unknown));
-        debug_assert!(replaced || page.users().len() < 5, "a full page has a stamp to replace");
-    }
-
-    #[inline]
-    fn drop_pins(&self, bar: &Bar, hold: &Hold) -> Result<()> {
-        let mut result = Ok(());
-        for ((_, page), generation) in bar.table.pages(hold.pages.clone()).zip(&hold.generations) {
-            if let Err(error) = page.unpin(*generation) {
-                result = Err(error);
-            }
-        }
-        result
-    }
-
-    /// The pages of a captured use stay pinned until the graph is gone.
-    #[cold]
-    fn pin_to_graph(&self, bar: &Arc<Bar>, hold: Hold) -> Result<()> {
-        let stream = hold.stream;
-        let kept = Arc::clone(bar);
-        let release = move || {
-            for ((_, page), generation) in
-                kept.table.pages(hold.pages.clone()).zip(&hold.generations)
-            {
-                // Called on a driver thread: only the counts change, no fence is needed since a
-                // graph is destroyed after its launches are done.
-                let _ = page.unpin(*generation);
-            }
-        };
-        // When this fails the closure is dropped uncalled: the pages stay pinned for ever, which
-        // is safe, rather than be evicted under a graph that will be launched.
-        let retained = self.device.driver.graph_retain(stream, Box::new(release));
-        retained.map_err(|error: DriverError| {
-            let error = Error::from(error).context("pages stay pinned, no graph holds them");
-            self.device.note(error)
-        })
     }
 
     fn page_bytes(&self) -> u64 {
@@ -568,29 +445,50 @@ pub(in crate::memory) enum Poll {
     Now,
 }
 
-/// What one request has waited for so far.
-#[derive(Default)]
+/// What one request has waited for so far, and its place in the line for frames.
 struct Patience<'a> {
+    pager: &'a Pager,
     waits: HashMap<&'static str, Wait<'a>>,
+    turn: Option<u64>,
     context_waited: Option<()>,
     refused_once: Option<()>,
 }
 
 impl<'a> Patience<'a> {
-    fn pause(&mut self, pager: &'a Pager, kind: WaitKind) -> Result<()> {
+    fn new(pager: &'a Pager) -> Self {
+        let waits = HashMap::new();
+        Self { pager, waits, turn: None, context_waited: None, refused_once: None }
+    }
+
+    fn pause(&mut self, kind: WaitKind) -> Result<()> {
+        let pager = self.pager;
         let wait = self.waits.entry(kind.word()).or_insert_with(|| pager.device.wait(kind));
-        if kind == WaitKind::Claim {
-            let patience = wait.check()?;
-            let mut state = pager.state.lock();
-            // The claim may be over already; a lost wake-up costs one short sleep.
-            pager.changed.wait_for(&mut state, patience.min(std::time::Duration::from_millis(1)));
-            return Ok(());
+        match kind {
+            WaitKind::Claim => {
+                let patience = wait.check()?.min(Duration::from_millis(1));
+                let mut state = pager.state.lock();
+                // The claim may be over already: then the wake-up is lost, for a millisecond.
+                pager.changed.wait_for(&mut state, patience);
+                Ok(())
+            }
+            WaitKind::Frame => {
+                self.turn.get_or_insert_with(|| pager.state.lock().line_up());
+                wait.pause()
+            }
+            _ => wait.pause(),
         }
-        wait.pause()
     }
 
     /// Once a request, and never while a known stream is being captured.
     fn may_wait_for_context(&mut self, capture: CaptureState) -> bool {
         capture == CaptureState::None && self.context_waited.replace(()).is_none()
+    }
+}
+
+impl Drop for Patience<'_> {
+    fn drop(&mut self) {
+        if let Some(turn) = self.turn {
+            self.pager.state.lock().queue.retain(|waiting| *waiting != turn);
+        }
     }
 }

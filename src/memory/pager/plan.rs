@@ -13,12 +13,13 @@ use std::time::Duration;
 use super::state::State;
 use crate::error::{Error, ErrorCode, Result};
 use crate::memory::frames::FrameIndex;
-use crate::memory::page_table::{Page, PageState, Pin, Ticket};
+use crate::memory::page_table::{Page, PageState, Pin};
 use crate::memory::policy::{Rank, streaming_page_count};
 use crate::memory::vbar::Bar;
 use crate::outcome::{Reason, WaitKind};
 use crate::sync::device::Device;
 use crate::sync::fence::Cover;
+use crate::sync::ticket::Ticket;
 use crate::units::{Generation, PageIndex};
 
 /// One range of a request.
@@ -113,14 +114,15 @@ pub(super) enum Planned {
     Refuse(Reason),
 }
 
-/// Plans a request.
+/// Plans a request. `turn` is its place in the line of those that wait for frames, if it waits.
 pub(super) fn plan(
     state: &mut State,
     device: &Device,
     items: &[Item<'_>],
     usable: Usable,
-    now: Duration,
+    turn: Option<u64>,
 ) -> Result<Planned> {
+    let now = device.fences.now();
     let (protected, wanted) = match protect_resident(items)? {
         Walk::Pages(protected, wanted) => (protected, wanted),
         Walk::Wait(kind) => return Ok(Planned::Wait(kind)),
@@ -131,6 +133,9 @@ pub(super) fn plan(
     }
     if usable == Usable::Nothing {
         return Ok(Planned::Refuse(Reason::Capture));
+    }
+    if !state.is_turn(turn) {
+        return Ok(Planned::Wait(WaitKind::Frame));
     }
     let taken = below_watermark(state, device, &wanted, now)
         .and_then(|()| take_frames(state, device, items, &wanted, usable));
@@ -302,7 +307,9 @@ impl Blocked {
         match () {
             () if refused => Stop::Refuse(Reason::DriverMemory),
             () if too_large => Stop::Refuse(Reason::TooLarge),
-            () if self.pending > 0 && device.options.eviction == crate::options::Eviction::Strict => {
+            () if self.pending > 0
+                && device.options.eviction == crate::options::Eviction::Strict =>
+            {
                 Stop::Wait(WaitKind::Frame)
             }
             () if self.pending > 0 => Stop::Refuse(Reason::FencePending),
@@ -431,9 +438,7 @@ pub(super) fn start_evicting(
     }
     // Read after the state changed: who unpins later cannot have pinned, so no stamp is missed.
     match blocked.admit(device, entry.users(), usable) {
-        Some(users) => {
-            Some((Victim { bar: Arc::clone(bar), page, frame: entry.frame() }, users))
-        }
+        Some(users) => Some((Victim { bar: Arc::clone(bar), page, frame: entry.frame() }, users)),
         None => {
             entry.settle(PageState::Issued);
             None

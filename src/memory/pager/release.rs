@@ -11,11 +11,12 @@ use super::state::{Lingering, LingeringFrame, State};
 use crate::counters;
 use crate::error::{ErrorCode, Result};
 use crate::memory::frames::FrameIndex;
-use crate::memory::page_table::{PageState, Ticket};
+use crate::memory::page_table::PageState;
 use crate::memory::space;
 use crate::memory::vbar::Bar;
 use crate::outcome::WaitKind;
 use crate::sync::fence::Cover;
+use crate::sync::ticket::Ticket;
 use crate::units::PageIndex;
 
 /// Why memory that was asked back did not come.
@@ -193,9 +194,11 @@ impl Pager {
     /// # Errors
     /// `DeviceLost`, `ProcessEnding`, `Cancelled`, or what the driver says.
     pub fn free_memory(&self, bar: &Arc<Bar>, bytes: u64) -> Result<Freed> {
-        self.free(bytes, |count| self.take_from_end(bar, count), |blocked| {
-            self.why_nothing(bar, blocked)
-        })
+        self.free(
+            bytes,
+            |count| self.take_from_end(bar, count),
+            |blocked| self.why_nothing(bar, blocked),
+        )
     }
 
     /// Gives memory of all VBARs back to the driver, lowest rank first; as

@@ -11,9 +11,10 @@ use std::time::{Duration, Instant};
 use crate::driver::FrameHandle;
 use crate::memory::budget::Budget;
 use crate::memory::frames::{FrameIndex, Frames};
-use crate::memory::page_table::{PageState, Ticket};
+use crate::memory::page_table::PageState;
 use crate::memory::policy::{Healing, Rank};
 use crate::memory::vbar::Bar;
+use crate::sync::ticket::Ticket;
 use crate::units::PageIndex;
 
 /// A VBAR's part of the state.
@@ -64,6 +65,9 @@ pub(super) struct State {
     pub(super) quarantined_pages: u32,
     /// VBARs that are closing.
     pub(super) closing: u32,
+    /// Requests that wait for frames, in the order in which they came.
+    pub(super) queue: VecDeque<u64>,
+    next_turn: u64,
     newest: i64,
     oldest: i64,
     next_bar: u32,
@@ -80,10 +84,24 @@ impl State {
             lingering: Vec::new(),
             quarantined_pages: 0,
             closing: 0,
+            queue: VecDeque::new(),
+            next_turn: 0,
             newest: 0,
             oldest: 0,
             next_bar: 0,
         }
+    }
+
+    /// Lines a request up behind those that wait for frames already.
+    pub(super) fn line_up(&mut self) -> u64 {
+        self.next_turn += 1;
+        self.queue.push_back(self.next_turn);
+        self.next_turn
+    }
+
+    /// Whether a request may take frames: nobody waits who came before it.
+    pub(super) fn is_turn(&self, turn: Option<u64>) -> bool {
+        self.queue.front().is_none_or(|first| Some(*first) == turn)
     }
 
     pub(super) fn next_bar_id(&mut self) -> u32 {

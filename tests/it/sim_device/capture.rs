@@ -159,6 +159,22 @@ fn what_a_graph_retains_is_released_once_after_its_last_launch() {
     wait_until(|| released.load(Ordering::SeqCst) == 3);
 }
 
+#[test]
+fn what_a_graph_retained_may_be_the_last_holder_of_the_device() {
+    let (sim, rig) = open(SMALL);
+    let (other, stream, page) = (sim.second_process(), rig.stream(), rig.page);
+    let pages = rig.pages(1);
+    sim.begin_capture(stream, CaptureMode::Relaxed).unwrap();
+    rig.memset(pages.address, 1, 8, stream);
+    let held = sim.clone();
+    sim.graph_retain(stream, Box::new(move || drop(held))).unwrap();
+    let graph = sim.end_capture(stream).unwrap();
+    drop((sim, rig));
+    drop(graph);
+    let all = (4 << 20) / page;
+    wait_until(|| other.mem_create(super::DEVICE, all * page).is_ok());
+}
+
 fn wait_until(done: impl Fn() -> bool) {
     let end = Instant::now() + Duration::from_secs(10);
     while !done() {

@@ -3,11 +3,12 @@
 
 use std::time::{Duration, Instant};
 
-use vbar::driver::{Driver, DriverCode};
-use vbar::units::Stream;
+use parking_lot::Mutex;
+use vbar::driver::{Driver, DriverCode, Event, FrameHandle};
+use vbar::units::{DeviceAddress, Stream};
 
 use super::{DEVICE, check_clean, check_violation, open};
-use crate::door::assert_code;
+use crate::door::{Rig, assert_code};
 
 const SMALL: &str = "capacity=4M,granularity=64K";
 const RECORD: &str = "capacity=4M,granularity=64K,on_violation=record";
@@ -156,10 +157,10 @@ fn touching_what_is_not_there_or_not_allowed_is_an_illegal_address() {
         sim.mem_map(address, rig.page, frame).unwrap();
         if allowed {
             sim.mem_set_access(address, rig.page, &[DEVICE]).unwrap();
-            expected = "nothing is mapped";
+            expected = "nothing was mapped when it was enqueued";
         }
         let stream = rig.stream();
-        rig.memset(address, 1, rig.page + 1, stream);
+        rig.memset(address, 1, rig.page + u64::from(allowed), stream);
         assert_code(sim.stream_synchronize(stream), DriverCode::ILLEGAL_ADDRESS);
         check_violation(&sim, &[expected]);
         assert_code(sim.mem_create(DEVICE, rig.page), DriverCode::ILLEGAL_ADDRESS);
@@ -199,6 +200,40 @@ fn peeks_are_checked_when_asked_for() {
     sim.stream_synchronize(stream).unwrap();
     assert_eq!(sim.read_bytes(pages.address, 8).unwrap(), [3; 8]);
     assert_eq!(sim.violations().len(), 1);
+}
+
+#[test]
+fn a_source_that_changes_before_its_copy_is_done_is_found() {
+    let (sim, rig) = open("capacity=4M,granularity=64K,checked=1,on_violation=record");
+    let (pages, stream) = (rig.pages(1), rig.stream());
+    let memory = sim.mem_host_alloc(4096).unwrap();
+    for change in [0, 1] {
+        sim.hold_stream(stream).unwrap();
+        // SAFETY: the memory stays; that its bytes may change is what is tested.
+        unsafe { sim.memcpy_htod_async(pages.address, memory.as_ptr(), 4096, stream) }.unwrap();
+        // SAFETY: the copy is held back, so nobody reads the byte now.
+        unsafe { *memory.as_ptr() = change };
+        sim.release_stream(stream).unwrap();
+        sim.stream_synchronize(stream).unwrap();
+    }
+    check_violation(&sim, &["was changed before the copy was done"]);
+    // SAFETY: allocated above, freed once, not used afterwards.
+    unsafe { sim.mem_free_host(memory) }.unwrap();
+}
+
+#[test]
+fn work_enqueued_before_its_mapping_is_found() {
+    let (sim, rig) = open(RECORD);
+    let stream = rig.stream();
+    let address = sim.mem_address_reserve(rig.page, 0).unwrap();
+    let frame = sim.mem_create(DEVICE, rig.page).unwrap();
+    sim.hold_stream(stream).unwrap();
+    rig.memset(address, 1, 8, stream);
+    sim.mem_map(address, rig.page, frame).unwrap();
+    sim.mem_set_access(address, rig.page, &[DEVICE]).unwrap();
+    sim.release_stream(stream).unwrap();
+    sim.stream_synchronize(stream).unwrap();
+    check_violation(&sim, &["when it was enqueued", "mapped at"]);
 }
 
 #[test]
@@ -322,4 +357,72 @@ fn many_streams_come_and_go() {
     assert_eq!(sim.read_bytes(pages.address, 1).unwrap(), [199]);
     rig.give_back(pages);
     check_clean(&sim);
+}
+
+/// A page that threads hand on: whoever has it makes his stream wait for the last user's event.
+struct Shared {
+    address: DeviceAddress,
+    frame: FrameHandle,
+    used: Event,
+    value: u8,
+}
+
+/// One thread's turns with the pages: wait for the last use, check, write; now and then move.
+fn take_turns(rig: &Rig, pages: &[Mutex<Shared>], turns: u64, seed: u64) {
+    let stream = rig.stream();
+    let mut draw = seed;
+    for _ in 0..turns {
+        draw = vbar::driver::kernel::mix(draw, seed);
+        let mut page = pages[draw as usize % pages.len()].lock();
+        rig.driver.stream_wait_event(stream, page.used).unwrap();
+        let bytes = rig.read(page.address.offset(rig.page / 2), 64, stream);
+        assert_eq!(bytes, [page.value; 64]);
+        page.value = page.value.wrapping_add(1);
+        rig.memset(page.address, page.value, rig.page, stream);
+        rig.driver.event_record(page.used, stream).unwrap();
+        if draw.is_multiple_of(7) {
+            rig.wait(page.used);
+            rig.driver.mem_unmap(page.address, rig.page).unwrap();
+            rig.driver.mem_address_free(page.address, rig.page).unwrap();
+            page.address = rig.driver.mem_address_reserve(rig.page, 0).unwrap();
+            rig.driver.mem_map(page.address, rig.page, page.frame).unwrap();
+            rig.driver.mem_set_access(page.address, rig.page, &[DEVICE]).unwrap();
+        }
+    }
+    rig.driver.stream_synchronize(stream).unwrap();
+    rig.driver.stream_destroy(stream).unwrap();
+}
+
+#[test]
+fn a_correct_program_of_three_threads_is_never_blamed() {
+    for options in ["", ",seed=1", ",seed=2,latency=20us", ",latency=50us"] {
+        let (sim, rig) = open(&format!("{SMALL}{options}"));
+        let pages: Vec<_> = (0..4)
+            .map(|_| {
+                let pages = rig.pages(1);
+                rig.memset(pages.address, 0, rig.page, Stream::DEFAULT);
+                let (address, frame) = (pages.address, pages.frames[0]);
+                Mutex::new(Shared { address, frame, used: rig.event(), value: 0 })
+            })
+            .collect();
+        sim.ctx_synchronize().unwrap();
+        let context = sim.ctx_get_current().unwrap();
+        std::thread::scope(|scope| {
+            for seed in 1..4 {
+                let (rig, pages) = (&rig, &pages);
+                scope.spawn(move || {
+                    rig.driver.ctx_set_current(context).unwrap();
+                    take_turns(rig, pages, 150, seed);
+                });
+            }
+        });
+        for page in pages {
+            let page = page.into_inner();
+            sim.mem_unmap(page.address, rig.page).unwrap();
+            sim.mem_address_free(page.address, rig.page).unwrap();
+            sim.mem_release(page.frame).unwrap();
+            sim.event_destroy(page.used).unwrap();
+        }
+        check_clean(&sim);
+    }
 }

@@ -125,7 +125,8 @@ impl<'w> Worker<'w> {
 
     /// Puts a guard aside under a token, if there is room; no work was enqueued under its pins.
     pub(super) fn hold(&mut self, guard: Guard<'_>, stream: Stream, at: HeldAt) {
-        if self.held.len() == HELD_MAX {
+        // Pins on no page cannot be released by force.
+        if self.held.len() == HELD_MAX || guard.signature().is_empty() {
             return;
         }
         let pages = guard.signature().len() as u64;

@@ -1,0 +1,175 @@
+//! How the source is kept: one direction of imports, unsafe in its places, files of one screen's
+//! worth of ideas.
+
+#![expect(clippy::unwrap_used, reason = "in a test a panic is the report")]
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+/// Rows of the architecture; the longest prefix counts. A module imports only from lower rows, or
+/// from its own folder on its own row.
+const ROWS: &[(&str, u32)] = &[
+    ("units", 0),
+    ("error", 0),
+    ("names", 0),
+    ("options", 0),
+    ("outcome", 0),
+    ("process", 0),
+    ("counters", 0),
+    ("sync", 0),
+    ("sync/ticket", 0),
+    ("driver/code", 0),
+    ("driver", 1),
+    ("memory/page_table", 2),
+    ("memory/policy", 2),
+    ("memory/budget", 2),
+    ("model/binding", 2),
+    ("copy/ring", 2),
+    ("host/safetensors", 2),
+    ("sync/clock", 3),
+    ("sync/wait", 3),
+    ("sync/fence", 3),
+    ("sync/device", 3),
+    ("host", 3),
+    ("memory/vbar", 4),
+    ("memory/space", 4),
+    ("memory/frames", 4),
+    ("copy", 4),
+    ("memory/pager", 5),
+    ("memory/pins", 5),
+    ("model", 7),
+    ("runtime", 8),
+    ("bin", 9),
+];
+
+/// The only files that may hold unsafe code.
+const UNSAFE: &[&str] = &[
+    "src/process.rs",
+    "src/sync/clock.rs",
+    "src/host/locked.rs",
+    "src/driver/mod.rs",
+    "src/driver/sys.rs",
+    "src/driver/cuda/mod.rs",
+    "src/driver/cuda/graph.rs",
+    "src/driver/cuda/kernels.rs",
+    "src/driver/sim/device.rs",
+    "src/driver/sim/door.rs",
+    "src/driver/sim/execute.rs",
+    "src/driver/sim/host.rs",
+    "src/driver/sim/inspect.rs",
+    "src/driver/sim/memory.rs",
+    "src/driver/sim/os.rs",
+];
+
+const LINES_MAX: usize = 600;
+const COLUMNS_MAX: usize = 100;
+
+fn sources(folder: &str) -> Vec<PathBuf> {
+    let mut found = Vec::new();
+    let mut folders = vec![Path::new(env!("CARGO_MANIFEST_DIR")).join(folder)];
+    while let Some(folder) = folders.pop() {
+        for entry in fs::read_dir(folder).unwrap() {
+            let path = entry.unwrap().path();
+            match path.extension() {
+                _ if path.is_dir() => folders.push(path),
+                Some(extension) if extension == "rs" => found.push(path),
+                _ => {}
+            }
+        }
+    }
+    assert!(!found.is_empty());
+    found
+}
+
+fn relative(path: &Path) -> String {
+    path.strip_prefix(env!("CARGO_MANIFEST_DIR")).unwrap().to_str().unwrap().to_owned()
+}
+
+/// `memory/pager/plan` for `src/memory/pager/plan.rs`.
+fn module_of(path: &Path) -> String {
+    let name = relative(path);
+    let name = name.strip_prefix("src/").unwrap().strip_suffix(".rs").unwrap();
+    name.strip_suffix("/mod").unwrap_or(name).to_owned()
+}
+
+fn row_of(module: &str) -> (&'static str, u32) {
+    let fits = |prefix: &str| {
+        module == prefix || module.strip_prefix(prefix).is_some_and(|rest| rest.starts_with('/'))
+    };
+    let rows = ROWS.iter().filter(|(prefix, _)| fits(prefix));
+    *rows.max_by_key(|(prefix, _)| prefix.len()).unwrap_or_else(|| panic!("{module} has no row"))
+}
+
+/// Every `crate::a::b::...` path of a file, as `a/b/...`, braces after `::` opened once.
+fn imports(text: &str) -> Vec<String> {
+    let code = text.lines().filter(|line| !line.trim_start().starts_with("//"));
+    let code: String = code.map(|line| format!("{line}\n")).collect();
+    let mut found = Vec::new();
+    for (at, _) in code.match_indices("crate::") {
+        let rest = &code[at + "crate::".len()..];
+        let end = rest.find(|c: char| !(c.is_alphanumeric() || c == '_' || c == ':'));
+        let path = rest[..end.unwrap_or(rest.len())].trim_end_matches(':').replace("::", "/");
+        found.push(path);
+    }
+    found
+}
+
+#[test]
+fn modules_import_only_from_lower_rows() {
+    let mut wrong = Vec::new();
+    for path in sources("src") {
+        let module = module_of(&path);
+        // The crate's root and files that only list a folder's modules have no row.
+        let lists_only = ["lib", "memory", "copy", "model", "host"].contains(&module.as_str());
+        if lists_only || module.starts_with("bin") {
+            continue;
+        }
+        let (_, own_row) = row_of(&module);
+        let own_folder = module.split('/').next().unwrap();
+        for import in imports(&fs::read_to_string(&path).unwrap()) {
+            // Names that lib.rs re-exports are those of row 0.
+            if matches!(import.split('/').next().unwrap(), "Result" | "Error" | "ErrorCode") {
+                continue;
+            }
+            if import == "memory" {
+                continue; // `pub(in crate::memory)`
+            }
+            let (_, row) = row_of(&import);
+            let folder = import.split('/').next().unwrap();
+            if !(row < own_row || row == own_row && (folder == own_folder || row == 0)) {
+                wrong.push(format!("{module} (row {own_row}) imports {import} (row {row})"));
+            }
+        }
+    }
+    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+}
+
+#[test]
+fn unsafe_code_is_where_it_is_registered() {
+    for path in sources("src") {
+        let text = fs::read_to_string(&path).unwrap();
+        let opted_in = text.contains("unsafe_code");
+        let registered = UNSAFE.contains(&relative(&path).as_str());
+        assert_eq!(opted_in, registered, "{}", relative(&path));
+    }
+}
+
+#[test]
+fn files_are_short_and_open_with_their_idea() {
+    let mut wrong = Vec::new();
+    for path in ["src", "tests", "benches"].into_iter().flat_map(sources) {
+        let (name, text) = (relative(&path), fs::read_to_string(&path).unwrap());
+        if !text.starts_with("//!") {
+            wrong.push(format!("{name}: does not open with `//!`"));
+        }
+        if text.lines().count() > LINES_MAX {
+            wrong.push(format!("{name}: {} lines", text.lines().count()));
+        }
+        for (number, line) in text.lines().enumerate() {
+            if line.chars().count() > COLUMNS_MAX {
+                wrong.push(format!("{name}:{}: {} columns", number + 1, line.chars().count()));
+            }
+        }
+    }
+    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+}
