@@ -85,6 +85,13 @@ impl Allocation {
             }
             // From Empty or from a Valid whose pages lost their bytes.
             if self.state.compare_exchange(state, FILLING, AcqRel, Acquire).is_ok() {
+                // Pages that kept their frames may still be in use elsewhere: those of an
+                // allocation that lost only some of its pages, or whose fill was given up.
+                let pager = self.vbar.runtime.pager();
+                if let Err(error) = pager.order_after_users(&self.vbar.bar, guard.hold()) {
+                    self.state.store(EMPTY, Release);
+                    return Err(error);
+                }
                 return Ok(AllocationFault::Refill(FillGuard {
                     allocation: self,
                     guard: Some(guard),
@@ -189,7 +196,9 @@ impl<'a> FillGuard<'a> {
 impl Drop for FillGuard<'_> {
     fn drop(&mut self) {
         // The guard, where it is still here, unpins with a stamp: writes may have been enqueued.
-        if self.guard.is_some() {
+        // Only then may another caller fill, who waits for the stamp.
+        if let Some(guard) = self.guard.take() {
+            drop(guard);
             self.allocation.state.store(EMPTY, Release);
         }
     }

@@ -4,6 +4,7 @@
 
 mod door;
 mod files;
+mod refill;
 mod scenarios;
 mod sim_device;
 mod world;

@@ -226,6 +226,33 @@ impl Pager {
         Ok(())
     }
 
+    /// Lets the hold's stream wait for everything that has used its pages. Whoever writes other
+    /// bytes into pages that stayed mapped comes after their readers.
+    ///
+    /// # Errors
+    /// Those of waiting, and what the driver says.
+    pub fn order_after_users(&self, bar: &Bar, hold: &Hold) -> Result<()> {
+        let fences = &self.device.fences;
+        let is_ordered = |user: &Ticket| match hold.slot {
+            Some(slot) => fences.ordered_before(*user, slot),
+            None => fences.known_passed(*user),
+        };
+        let pages = bar.table.pages(hold.pages.clone());
+        let users: Vec<Ticket> =
+            pages.flat_map(|(_, page)| page.users()).filter(|user| !is_ordered(user)).collect();
+        if users.is_empty() {
+            return Ok(());
+        }
+        let _scope = self.device.enter()?;
+        let capture = match hold.stream.is_none() {
+            true => CaptureState::None,
+            false => self.device.capture_state(hold.stream)?,
+        };
+        users.into_iter().try_for_each(|user| {
+            self.order_after(user, hold.stream, hold.slot, capture)
+        })
+    }
+
     /// Lets `stream` (or the CPU) wait for one ticket.
     ///
     /// # Errors

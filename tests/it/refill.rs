@@ -1,0 +1,88 @@
+//! A refill is written after everything that has used its pages, on whatever stream.
+
+use std::time::Duration;
+
+use vbar::driver::{Driver, KernelCall};
+use vbar::runtime::FillGuard;
+use vbar::units::Stream;
+use vbar::{Allocation, AllocationFault, RuntimeOptions};
+
+use crate::world::{P, World, options, resident};
+
+/// Every unpin records its fence.
+fn world(budget_pages: u64) -> World {
+    let options = RuntimeOptions {
+        budget_bytes: Some(budget_pages * P),
+        record_interval: Duration::ZERO,
+        ..options()
+    };
+    World::with("capacity=64M,granularity=64K", options)
+}
+
+#[track_caller]
+fn refill(allocation: &Allocation, stream: Stream) -> FillGuard<'_> {
+    match allocation.fault(stream).unwrap() {
+        AllocationFault::Refill(fill) => fill,
+        other => panic!("a refill is asked for, not {other:?}"),
+    }
+}
+
+fn write(world: &World, fill: &FillGuard<'_>, stream: Stream) {
+    let (target, bytes) = (fill.address(), fill.bytes());
+    let call = KernelCall::Pattern { target, bytes, seed: 1, delay_nanos: 0 };
+    world.sim.launch_kernel(call, stream).unwrap();
+}
+
+/// Lets a held stream go on, waits for both, and looks for races.
+#[track_caller]
+fn release_and_check(world: &World, held: Stream) {
+    world.sim.release_stream(held).unwrap();
+    world.sim.stream_synchronize(held).unwrap();
+    world.sim.stream_synchronize(world.stream).unwrap();
+    world.check();
+}
+
+#[test]
+fn a_fill_that_was_given_up_is_done_before_the_next() {
+    let world = world(8);
+    let other = world.sim.stream_create().unwrap();
+    world.sim.module_load().unwrap();
+    let vbar = world.vbar(2);
+    let allocation = vbar.allocate(P).unwrap();
+    world.sim.hold_stream(other).unwrap();
+    let fill = refill(&allocation, other);
+    write(&world, &fill, other);
+    drop(fill);
+    let fill = refill(&allocation, world.stream);
+    write(&world, &fill, world.stream);
+    drop(fill.commit(world.stream).unwrap());
+    release_and_check(&world, other);
+}
+
+#[test]
+fn pages_that_kept_their_bytes_are_written_after_their_readers() {
+    let world = world(2);
+    let reader = world.sim.stream_create().unwrap();
+    world.sim.module_load().unwrap();
+    let (vbar, rival) = (world.vbar(2), world.vbar(1));
+    let allocation = vbar.allocate(2 * P).unwrap();
+    let fill = refill(&allocation, world.stream);
+    write(&world, &fill, world.stream);
+    drop(fill.commit(world.stream).unwrap());
+    // The first page is still being read when the second one loses its frame.
+    world.sim.stream_synchronize(world.stream).unwrap();
+    let guard = vbar.fault(0..P, reader).unwrap().resident().unwrap();
+    world.sim.hold_stream(reader).unwrap();
+    let target = guard.address().offset(P / 2);
+    let call = KernelCall::Pattern { target, bytes: 8, seed: 2, delay_nanos: 0 };
+    world.sim.launch_kernel(call, reader).unwrap();
+    drop(guard);
+    drop(resident(&world, &rival, 0..1));
+    let drawn = vbar.draw(2);
+    vbar.prioritise();
+    let fill = refill(&allocation, world.stream);
+    write(&world, &fill, world.stream);
+    drop(fill.commit(world.stream).unwrap());
+    release_and_check(&world, reader);
+    assert_eq!(drawn.chars().nth(1), Some('.'), "{drawn}");
+}
