@@ -104,6 +104,15 @@ impl Filler {
         recorded.map_err(|error| self.device.note(error))
     }
 
+    /// Waits for everything enqueued so far, where no fence can be had.
+    ///
+    /// # Errors
+    /// What the driver says.
+    pub fn wait(&self) -> Result<()> {
+        let waited = self.device.driver.stream_synchronize(self.stream);
+        waited.map_err(|error| self.device.note(error.into()))
+    }
+
     /// One slot's worth: every segment read to its place in the slot, then one copy. The gaps
     /// between segments carry whatever the slot held: no tensor lies there.
     fn fill_span(

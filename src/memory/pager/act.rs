@@ -277,8 +277,12 @@ impl Pager {
 
     /// Takes a committed page back whose bytes did not arrive. Copies may be under way to it.
     fn withdraw(&self, claim: &Claim, frame: FrameIndex) {
-        let fence = self.filler().and_then(|filler| filler.fence());
-        let users = vec![fence.unwrap_or_else(|_| self.device.fences.unrecorded_stamp())];
+        // A fence that nobody records never passes: without one the copies are waited for here.
+        let fence = self.filler().and_then(|filler| match filler.fence() {
+            Ok(ticket) => Ok(vec![ticket]),
+            Err(_) => filler.wait().map(|()| Vec::new()),
+        });
+        let users = fence.unwrap_or_else(|_| vec![self.device.fences.unrecorded_stamp()]);
         let page = claim.entry();
         page.set_frame(frame);
         page.publish(PageState::Issued, 0, Ticket::NONE);

@@ -248,9 +248,9 @@ impl Pager {
             true => CaptureState::None,
             false => self.device.capture_state(hold.stream)?,
         };
-        users.into_iter().try_for_each(|user| {
-            self.order_after(user, hold.stream, hold.slot, capture)
-        })
+        users
+            .into_iter()
+            .try_for_each(|user| self.order_after(user, hold.stream, hold.slot, capture))
     }
 
     /// Lets `stream` (or the CPU) wait for one ticket.
