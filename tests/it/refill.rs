@@ -1,8 +1,9 @@
-//! A refill is written after everything that has used its pages, on whatever stream.
+//! Other bytes are written after everything that has used the pages, on whatever stream.
 
 use std::time::Duration;
 
-use vbar::driver::{Driver, KernelCall};
+use vbar::driver::sim::Verb;
+use vbar::driver::{Driver, DriverCode, KernelCall};
 use vbar::runtime::FillGuard;
 use vbar::units::Stream;
 use vbar::{Allocation, AllocationFault, RuntimeOptions};
@@ -85,4 +86,27 @@ fn pages_that_kept_their_bytes_are_written_after_their_readers() {
     drop(fill.commit(world.stream).unwrap());
     release_and_check(&world, reader);
     assert_eq!(drawn.chars().nth(1), Some('.'), "{drawn}");
+}
+
+#[test]
+fn a_frame_keeps_its_users_when_its_next_page_fails() {
+    let world = world(1);
+    let (reader, other) =
+        (world.sim.stream_create().unwrap(), world.sim.stream_create().unwrap());
+    world.sim.module_load().unwrap();
+    let (vbar, rival) = (world.vbar(1), world.vbar(2));
+    let guard = vbar.fault(0..P, reader).unwrap().resident().unwrap();
+    world.sim.hold_stream(reader).unwrap();
+    let call = KernelCall::Pattern { target: guard.address(), bytes: P, seed: 1, delay_nanos: 0 };
+    world.sim.launch_kernel(call, reader).unwrap();
+    drop(guard);
+    // Its first taker waits for the reader. The frame is mapped at its next page, and then the fence behind its users fails.
+    world.sim.fail_nth(Verb::EventRecord, 1, DriverCode::OUT_OF_MEMORY);
+    assert!(rival.fault(0..P, world.stream).is_err());
+    if let Some(guard) = rival.fault(P..2 * P, other).unwrap().resident() {
+        let target = guard.address();
+        let call = KernelCall::Pattern { target, bytes: P, seed: 2, delay_nanos: 0 };
+        world.sim.launch_kernel(call, other).unwrap();
+    }
+    release_and_check(&world, reader);
 }

@@ -277,12 +277,17 @@ impl Pager {
 
     /// Takes a committed page back whose bytes did not arrive. Copies may be under way to it.
     fn withdraw(&self, claim: &Claim, frame: FrameIndex) {
-        // A fence that nobody records never passes: without one the copies are waited for here.
-        let fence = self.filler().and_then(|filler| match filler.fence() {
-            Ok(ticket) => Ok(vec![ticket]),
-            Err(_) => filler.wait().map(|()| Vec::new()),
-        });
-        let users = fence.unwrap_or_else(|_| vec![self.device.fences.unrecorded_stamp()]);
+        // The frame's former users, whom the caller's stream may be the only one to wait for, and
+        // the copies of a fill.
+        let mut users = claim.users.clone();
+        if claim.bar.bound().is_some() {
+            // A fence that nobody records never passes: without one the copies are waited for.
+            let fence = self.filler().and_then(|filler| match filler.fence() {
+                Ok(ticket) => Ok(Some(ticket)),
+                Err(_) => filler.wait().map(|()| None),
+            });
+            users.extend(fence.unwrap_or_else(|_| Some(self.device.fences.unrecorded_stamp())));
+        }
         let page = claim.entry();
         page.set_frame(frame);
         page.publish(PageState::Issued, 0, Ticket::NONE);
