@@ -91,8 +91,7 @@ fn pages_that_kept_their_bytes_are_written_after_their_readers() {
 #[test]
 fn a_frame_keeps_its_users_when_its_next_page_fails() {
     let world = world(1);
-    let (reader, other) =
-        (world.sim.stream_create().unwrap(), world.sim.stream_create().unwrap());
+    let (reader, other) = (world.sim.stream_create().unwrap(), world.sim.stream_create().unwrap());
     world.sim.module_load().unwrap();
     let (vbar, rival) = (world.vbar(1), world.vbar(2));
     let guard = vbar.fault(0..P, reader).unwrap().resident().unwrap();

@@ -15,6 +15,7 @@ use std::sync::Arc;
 use clap::Args;
 use vbar::driver::select::{self, Opened, Selection};
 use vbar::host::model_files::Model;
+use vbar::options::HEADROOM_DEFAULT;
 use vbar::units::{PageSize, format_bytes};
 use vbar::{Error, ErrorCode, ModelBar, Result, Runtime, RuntimeOptions};
 
@@ -37,6 +38,9 @@ between those of the next.";
 
 /// Pages that a budget should have at least, unless the page size was given.
 const BUDGET_PAGES_MIN: u64 = 16;
+
+/// At most this part of a device is left free.
+const HEADROOM_PARTS: u64 = 16;
 
 /// Stream a model through a budget, tensor by tensor
 #[derive(Args)]
@@ -75,7 +79,13 @@ pub(crate) fn run(arguments: &Arguments, output: &Output) -> Result<Verdict> {
         Some(page_size) => page_size,
         None => fitting_page_size(&opened, budget),
     };
-    let options = RuntimeOptions { budget_bytes: budget, page_size, ..RuntimeOptions::default() };
+    let headroom_bytes = Some(fitting_headroom(&opened)?);
+    let options = RuntimeOptions {
+        budget_bytes: budget,
+        headroom_bytes,
+        page_size,
+        ..RuntimeOptions::default()
+    };
     let runtime = Runtime::open(Arc::clone(&opened.driver), opened.device, options)?;
     let screen = Screen::new(output);
     screen.say(format!("device   {}", opened.how));
@@ -102,6 +112,12 @@ fn fitting_page_size(opened: &Opened, budget: Option<u64>) -> PageSize {
         page_size = smaller;
     }
     page_size
+}
+
+/// The usual headroom, less on a device so small that little would be left of it.
+fn fitting_headroom(opened: &Opened) -> Result<u64> {
+    let total = opened.driver.device_total_mem(opened.device)?;
+    Ok(HEADROOM_DEFAULT.min(total / HEADROOM_PARTS))
 }
 
 /// All passes, between opening and closing what they need.

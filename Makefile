@@ -1,0 +1,47 @@
+# Everything that a person does here by hand. CI does the same through .ci/run.
+
+MODEL := demo-data/model.safetensors
+VBAR  := $(or $(CARGO_TARGET_DIR),target)/release/vbar
+
+.PHONY: help demo test fmt clippy doc bench tools clean-demo
+
+help:
+	@echo "make demo    stream a synthetic model of 1 GiB through a budget of 40 %, verified"
+	@echo "make test    all tests, documentation included"
+	@echo "make fmt     format the source"
+	@echo "make clippy  lints, warnings denied"
+	@echo "make doc     documentation, warnings denied"
+	@echo "make bench   benchmarks"
+
+# Says what is missing and what to do about it.
+tools:
+	@missing=0; \
+	command -v cargo >/dev/null || { missing=1; \
+	  echo "missing: cargo. Install Rust: curl https://sh.rustup.rs -sSf | sh" >&2; }; \
+	command -v cc >/dev/null || { missing=1; \
+	  echo "missing: cc, the linker that Rust calls. Debian, Ubuntu: apt-get install gcc libc6-dev" >&2; }; \
+	exit $$missing
+
+demo: tools
+	cargo build --release
+	@mkdir -p $(dir $(MODEL))
+	$(VBAR) synth $(MODEL) --bytes 1G --seed 1
+	$(VBAR) run $(MODEL) --budget 40% --passes 4 --verify
+
+test: tools
+	cargo test
+
+fmt: tools
+	cargo fmt
+
+clippy: tools
+	cargo clippy --all-targets --all-features -- -D warnings
+
+doc: tools
+	RUSTDOCFLAGS=-Dwarnings cargo doc --no-deps
+
+bench: tools
+	cargo bench
+
+clean-demo:
+	rm -rf demo-data

@@ -1,0 +1,237 @@
+//! The program: what it prints, what it returns, and that it finds what is wrong.
+
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output, Stdio};
+
+use serde_json::Value;
+
+/// Small pages, so that small models have many.
+const SIM: &str = "sim:capacity=64M,granularity=64K";
+
+fn vbar(arguments: &[&str]) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_vbar"));
+    command.args(arguments).env_remove("VBAR_DRIVER").env_remove("RUST_LOG");
+    command
+}
+
+fn output(arguments: &[&str]) -> Output {
+    vbar(arguments).output().unwrap()
+}
+
+/// Runs the program, which must return `code`, and parses the one object that it prints.
+#[track_caller]
+fn json(code: i32, arguments: &[&str]) -> Value {
+    let output = output(arguments);
+    let errors = String::from_utf8_lossy(&output.stderr);
+    let text = String::from_utf8_lossy(&output.stdout);
+    assert_eq!(output.status.code(), Some(code), "{arguments:?}\n{text}\n{errors}");
+    serde_json::from_str(&text).unwrap_or_else(|error| panic!("{error}: {text}\n{errors}"))
+}
+
+fn number(value: &Value, key: &str) -> u64 {
+    value[key].as_u64().unwrap_or_else(|| panic!("{key} in {value}"))
+}
+
+/// A model in a folder that is removed with it.
+fn model(bytes: &str) -> (tempfile::TempDir, PathBuf) {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("model.safetensors");
+    let report = json(0, &["synth", text(&path), "--bytes", bytes, "--seed", "7", "--json"]);
+    assert_eq!(report["written"], true);
+    (folder, path)
+}
+
+fn text(path: &Path) -> &str {
+    path.to_str().unwrap()
+}
+
+/// Every pass accounts for every tensor, nothing was above the budget, and all bytes were right.
+#[track_caller]
+fn check_run(report: &Value, passes: usize) {
+    let tensors = number(report, "tensor_count");
+    assert_eq!(report["passes"].as_array().unwrap().len(), passes);
+    for pass in report["passes"].as_array().unwrap() {
+        let sum = ["resident", "refilled", "offloaded"].map(|key| number(pass, key));
+        assert_eq!(sum.iter().sum::<u64>(), tensors, "{pass}");
+        assert_eq!(number(pass, "mismatches"), 0);
+        assert!(pass["ms"].as_f64().unwrap() > 0.0);
+    }
+    assert!(number(report, "peak_device_bytes") <= number(report, "budget_bytes"), "{report}");
+    assert_eq!(report["ok"], true);
+}
+
+#[test]
+fn a_model_larger_than_its_budget_is_verified() {
+    let (_folder, path) = model("8M");
+    let arguments = ["run", text(&path), "--budget", "40%", "--passes", "3", "--verify", "--json"];
+    let report = json(0, &[&arguments[..], &["--device", SIM]].concat());
+    check_run(&report, 3);
+    let model_bytes = number(&report, "model_bytes");
+    assert_eq!(model_bytes, 8 << 20);
+    assert_eq!(number(&report, "budget_bytes"), model_bytes * 2 / 5);
+    assert!(number(&report, "page_bytes") < 1 << 20);
+    assert!(number(&report, "peak_locked_bytes") > 0);
+    let copied: Vec<u64> =
+        report["passes"].as_array().unwrap().iter().map(|p| number(p, "bytes_copied")).collect();
+    assert!(copied[0] >= model_bytes && copied.iter().all(|bytes| *bytes > 0), "{copied:?}");
+}
+
+#[test]
+fn what_is_offloaded_is_verified_too() {
+    let (_folder, path) = model("4M");
+    for budget in ["64K", "256K"] {
+        let arguments = ["run", text(&path), "--budget", budget, "--verify", "--json"];
+        let report = json(0, &[&arguments[..], &["--device", SIM]].concat());
+        check_run(&report, 2);
+        assert!(number(&report["passes"][0], "offloaded") > 0);
+    }
+}
+
+#[test]
+fn a_model_that_fits_stays() {
+    let (_folder, path) = model("2M");
+    let arguments = ["run", text(&path), "--budget", "16M", "--passes", "1", "--json", "--verify"];
+    check_run(&json(0, &[&arguments[..], &["--device", SIM]].concat()), 1);
+    let arguments = ["run", text(&path), "--budget", "32M", "--passes", "4", "--json", "--verify"];
+    let report = json(0, &[&arguments[..], &["--device", SIM]].concat());
+    check_run(&report, 4);
+    assert_eq!(number(&report["passes"][3], "bytes_copied"), 0);
+    assert_eq!(number(&report["passes"][3], "refilled"), 0);
+}
+
+#[test]
+fn without_verification_it_still_streams() {
+    let (_folder, path) = model("2M");
+    let arguments = ["run", text(&path), "--budget", "50%", "--json", "--page-size", "128K"];
+    let report = json(0, &[&arguments[..], &["--device", SIM]].concat());
+    check_run(&report, 2);
+    assert_eq!(number(&report, "page_bytes"), 128 << 10);
+    // Without virtual memory management there is nothing to stream to.
+    let report = json(0, &["run", text(&path), "--json", "--device", "sim:vmm=0"]);
+    assert_eq!(number(&report["passes"][0], "refilled"), 0);
+    let report = json(3, &["run", text(&path), "--json", "--verify", "--device", "sim:vmm=0"]);
+    assert_eq!(report["ok"], false);
+}
+
+#[test]
+fn a_wrong_byte_is_a_mismatch() {
+    let (folder, path) = model("2M");
+    let copy = folder.path().join("copy.safetensors");
+    let mut bytes = std::fs::read(&path).unwrap();
+    *bytes.last_mut().unwrap() ^= 1;
+    std::fs::write(&copy, bytes).unwrap();
+    let arguments = ["run", text(&path), "--budget", "50%", "--verify", "--expect", text(&copy)];
+    let report = json(1, &[&arguments[..], &["--json", "--device", SIM]].concat());
+    assert_eq!(report["ok"], false);
+    for pass in report["passes"].as_array().unwrap() {
+        assert_eq!(number(pass, "mismatches"), 1);
+    }
+    let shown = output(&[&arguments[..], &["--device", SIM]].concat());
+    assert_eq!(shown.status.code(), Some(1));
+    assert!(String::from_utf8_lossy(&shown.stdout).contains("MISMATCH tensor"));
+}
+
+#[test]
+fn people_get_lines() {
+    let (_folder, path) = model("2M");
+    let shown = output(&["run", text(&path), "--budget", "50%", "--verify", "--device", SIM]);
+    let lines = String::from_utf8(shown.stdout).unwrap();
+    for expected in
+        ["device   a simulated", "budget   halved", "budget   restored", "pass 2/2", "ok:"]
+    {
+        assert!(lines.contains(expected), "{expected}: {lines}");
+    }
+    assert!(!lines.contains('\u{1b}'), "no escapes into a pipe: {lines}");
+    assert!(shown.stderr.is_empty());
+}
+
+#[test]
+fn synth_writes_once_and_inspect_reads() {
+    let (folder, path) = model("1M");
+    let again = json(0, &["synth", text(&path), "--bytes", "1M", "--seed", "7", "--json"]);
+    assert_eq!(again["written"], false);
+    let report = json(0, &["inspect", text(&path), "--json"]);
+    assert_eq!(number(&report, "model_bytes"), 1 << 20);
+    let tensors = report["tensors"].as_array().unwrap();
+    assert_eq!(number(&report, "tensor_count"), tensors.len() as u64);
+    assert_eq!(tensors.iter().map(|tensor| number(tensor, "bytes")).sum::<u64>(), 1 << 20);
+    let shards = folder.path().join("shards");
+    let arguments = ["synth", text(&shards), "--bytes", "4M", "--shards", "2", "--json"];
+    assert_eq!(json(0, &arguments)["paths"].as_array().unwrap().len(), 3);
+    let report = json(0, &["inspect", text(&shards), "--json"]);
+    assert_eq!(report["files"].as_array().unwrap().len(), 2);
+}
+
+#[test]
+fn wrong_arguments_are_told() {
+    for arguments in [
+        &["run"][..],
+        &["run", "x", "--budget", "none"],
+        &["run", "x", "--passes", "0"],
+        &["run", "x", "--device", "gpu"],
+        &["run", "x", "--expect", "y"],
+        &["stress", "--fail", "2"],
+        &["synth", "x"],
+        &["fly"],
+        &[],
+    ] {
+        let output = output(arguments);
+        assert_eq!(output.status.code(), Some(2), "{arguments:?}");
+        assert!(!output.stderr.is_empty(), "{arguments:?}");
+    }
+    assert_eq!(output(&["--help"]).status.code(), Some(0));
+    assert!(String::from_utf8_lossy(&output(&["run", "--help"]).stdout).contains("Examples:"));
+}
+
+#[test]
+fn missing_files_are_errors() {
+    let report = json(3, &["run", "/nowhere/model.safetensors", "--json", "--device", SIM]);
+    assert!(report["error"].as_str().unwrap().contains("/nowhere/model.safetensors"));
+    let output = output(&["inspect", "/nowhere/model.safetensors"]);
+    assert_eq!(output.status.code(), Some(3));
+    assert!(String::from_utf8_lossy(&output.stderr).contains("/nowhere/model.safetensors"));
+    assert_eq!(json(3, &["synth", "/nowhere/x", "--bytes", "1M", "--json"])["ok"], false);
+}
+
+#[test]
+fn a_reader_who_goes_away_is_no_panic() {
+    let (_folder, path) = model("1M");
+    for arguments in [&["inspect", text(&path)][..], &["--help"], &["doctor", "--device", SIM]] {
+        let mut child =
+            vbar(arguments).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+        drop(child.stdout.take());
+        let output = child.wait_with_output().unwrap();
+        assert_eq!(output.status.code(), Some(0), "{arguments:?}");
+        assert!(output.stderr.is_empty(), "{}", String::from_utf8_lossy(&output.stderr));
+    }
+}
+
+#[test]
+fn doctor_says_what_is_there_and_what_is_missing() {
+    let report = json(0, &["doctor", "--device", SIM, "--json"]);
+    let device = &report["devices"][0];
+    assert_eq!(
+        (number(device, "granularity_bytes"), number(device, "total_bytes")),
+        (65536, 64 << 20)
+    );
+    let report = json(1, &["doctor", "--device", "sim:vmm=0", "--json"]);
+    assert!(report["missing"][0].as_str().unwrap().contains("virtual memory management"));
+    let by_variable = vbar(&["doctor"]).env("VBAR_DRIVER", SIM).output().unwrap();
+    assert_eq!(by_variable.status.code(), Some(0));
+    // Whether there is a driver or not, it answers.
+    let plain = output(&["doctor", "--json"]);
+    let report: Value = serde_json::from_slice(&plain.stdout).unwrap();
+    assert_eq!(report["ok"].as_bool(), Some(plain.status.success()));
+    assert_eq!(report["missing"].as_array().unwrap().is_empty(), plain.status.success());
+}
+
+#[test]
+fn stress_finds_nothing() {
+    for (seed, fail) in [("1", "0"), ("3", "0"), ("5", "0.02")] {
+        let arguments = ["stress", "--seconds", "2", "--threads", "3", "--device", "sim", "--json"];
+        let report = json(0, &[&arguments[..], &["--seed", seed, "--fail", fail]].concat());
+        assert_eq!((number(&report, "violations"), &report["ok"]), (0, &Value::Bool(true)));
+        assert_eq!(report["seed"].to_string(), seed);
+        assert!(number(&report, "operations") > 100 && number(&report, "checks") > 50, "{report}");
+    }
+}
