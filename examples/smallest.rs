@@ -9,7 +9,7 @@ use vbar::{AllocationFault, Runtime, RuntimeOptions};
 
 fn main() -> vbar::Result<()> {
     let chosen = open(&Selection::Auto)?;
-    let runtime = Runtime::open(chosen.driver(), chosen.device(), RuntimeOptions::default())?;
+    let runtime = Runtime::open(chosen.driver, chosen.device, RuntimeOptions::default())?;
     let driver = &runtime.device().driver;
     driver.ctx_set_current(Some(runtime.device().context))?;
     driver.module_load()?;

@@ -39,6 +39,7 @@ pub use crate::units::Context;
 pub mod code;
 pub mod cuda;
 pub mod kernel;
+pub mod select;
 pub mod sim;
 pub mod sys;
 

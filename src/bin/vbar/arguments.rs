@@ -1,0 +1,76 @@
+//! Arguments that several subcommands have, parsed from text.
+
+use vbar::driver::select::Selection;
+use vbar::units::{PageSize, parse_bytes};
+
+/// A size in bytes.
+pub(crate) fn size(text: &str) -> Result<u64, String> {
+    parse_bytes(text)
+}
+
+/// A page size.
+pub(crate) fn page_size(text: &str) -> Result<PageSize, String> {
+    let bytes = parse_bytes(text)?;
+    PageSize::new(bytes).ok_or_else(|| format!("{text}: pages are a power of two, at least 4K"))
+}
+
+/// A device by its words.
+pub(crate) fn device(text: &str) -> Result<Selection, String> {
+    Selection::parse(text).map_err(|error| error.to_string())
+}
+
+/// A probability.
+pub(crate) fn probability(text: &str) -> Result<f64, String> {
+    let rate = text.parse::<f64>().map_err(|error| format!("'{text}': {error}"))?;
+    if (0.0..=1.0).contains(&rate) { Ok(rate) } else { Err(format!("'{text}' is not in 0..1")) }
+}
+
+/// A budget: bytes, or a part of the model.
+#[derive(Clone, Copy, PartialEq, Debug)]
+pub(crate) enum Budget {
+    Bytes(u64),
+    Percent(f64),
+}
+
+/// Parses `400M` or `40%`.
+pub(crate) fn budget(text: &str) -> Result<Budget, String> {
+    let Some(number) = text.trim().strip_suffix('%') else {
+        return parse_bytes(text).map(Budget::Bytes);
+    };
+    match number.trim().parse::<f64>() {
+        Ok(percent) if percent > 0.0 && percent.is_finite() => Ok(Budget::Percent(percent)),
+        _ => Err(format!("'{text}' is no part of a model: use a percentage above 0, as 40%")),
+    }
+}
+
+impl Budget {
+    /// The budget for a model of `model_bytes`.
+    pub(crate) fn bytes(self, model_bytes: u64) -> u64 {
+        match self {
+            Self::Bytes(bytes) => bytes,
+            Self::Percent(percent) => (model_bytes as f64 * percent / 100.0) as u64,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn budgets_are_bytes_or_parts() {
+        assert_eq!(budget("8M"), Ok(Budget::Bytes(8 << 20)));
+        assert_eq!(budget("40%").map(|budget| budget.bytes(1000)), Ok(400));
+        assert_eq!(budget("0.5 %").map(|budget| budget.bytes(1000)), Ok(5));
+        for wrong in ["", "%", "-1%", "0%", "inf%", "nan%", "4X", "12 34"] {
+            assert!(budget(wrong).is_err(), "{wrong} was accepted");
+        }
+    }
+
+    #[test]
+    fn probabilities_are_bounded() {
+        assert_eq!(probability("0.25"), Ok(0.25));
+        assert!(probability("1.5").is_err() && probability("x").is_err());
+        assert!(probability("nan").is_err());
+    }
+}

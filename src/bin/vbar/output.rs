@@ -1,0 +1,132 @@
+//! Standard output: lines for people or one JSON object for programs, and what it all came to.
+//!
+//! Owns the rule that a reader who goes away is no panic: what he does not read is dropped, and the
+//! exit code is still that of the work. Any other failure of writing is an error.
+
+use std::cell::RefCell;
+use std::io::{self, ErrorKind, IsTerminal, Write};
+use std::process::ExitCode;
+
+use serde::Serialize;
+use vbar::{Error, Result};
+
+/// What a command that ran to its end found.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Verdict {
+    /// Everything is as it should be.
+    Good,
+    /// A check failed.
+    Bad,
+}
+
+impl Verdict {
+    pub(crate) fn of(ok: bool) -> Self {
+        if ok { Self::Good } else { Self::Bad }
+    }
+}
+
+/// For whom the output is.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Format {
+    Human,
+    Json,
+}
+
+/// Exit code after wrong arguments; clap uses the same.
+pub(crate) const USAGE: u8 = 2;
+
+/// Standard output of one command.
+pub(crate) struct Output {
+    format: Format,
+    state: RefCell<State>,
+}
+
+#[derive(Default)]
+struct State {
+    closed: bool,
+    failed: Option<io::Error>,
+}
+
+#[derive(Serialize)]
+struct Failure {
+    ok: bool,
+    error: String,
+}
+
+impl Output {
+    pub(crate) fn new(format: Format) -> Self {
+        Self { format, state: RefCell::default() }
+    }
+
+    pub(crate) fn is_json(&self) -> bool {
+        self.format == Format::Json
+    }
+
+    /// Whether there is a terminal to draw progress on. It is drawn on standard error, so that
+    /// standard output stays clean.
+    pub(crate) fn draws(&self) -> bool {
+        !self.is_json() && io::stdout().is_terminal() && io::stderr().is_terminal()
+    }
+
+    /// Whether nobody reads any more, so that a long list can end.
+    pub(crate) fn is_closed(&self) -> bool {
+        self.state.borrow().closed
+    }
+
+    /// A line for people; nothing with `--json`.
+    pub(crate) fn line(&self, text: impl AsRef<str>) {
+        if !self.is_json() {
+            self.write(text.as_ref());
+        }
+    }
+
+    /// The object for programs; nothing without `--json`.
+    pub(crate) fn object(&self, value: &impl Serialize) {
+        if self.is_json() {
+            match serde_json::to_string_pretty(value) {
+                Ok(text) => self.write(&text),
+                Err(error) => self.state.borrow_mut().failed = Some(io::Error::other(error)),
+            }
+        }
+    }
+
+    fn write(&self, text: &str) {
+        let mut state = self.state.borrow_mut();
+        if state.closed || state.failed.is_some() {
+            return;
+        }
+        let mut stdout = io::stdout().lock();
+        match writeln!(stdout, "{text}").and_then(|()| stdout.flush()) {
+            Ok(()) => {}
+            Err(error) if error.kind() == ErrorKind::BrokenPipe => state.closed = true,
+            Err(error) => state.failed = Some(error),
+        }
+    }
+
+    /// Says what went wrong, if anything did, and gives the exit code.
+    pub(crate) fn finish(self, result: Result<Verdict>) -> ExitCode {
+        if let Err(error) = &result {
+            complain(error);
+            self.object(&Failure { ok: false, error: error.to_string() });
+        }
+        if let Some(error) = self.state.into_inner().failed {
+            complain(&Error::io("standard output", &error));
+            return ExitCode::from(3);
+        }
+        match result {
+            Ok(Verdict::Good) => ExitCode::SUCCESS,
+            Ok(Verdict::Bad) => ExitCode::from(1),
+            Err(_) => ExitCode::from(3),
+        }
+    }
+}
+
+/// One line on standard error; if that is closed too there is nobody to tell.
+fn complain(error: &Error) {
+    let _ = writeln!(io::stderr(), "vbar: {error}");
+}
+
+/// Bytes a second in MB, as links are rated: a million bytes.
+pub(crate) fn megabytes_a_second(bytes: u64, milliseconds: f64) -> f64 {
+    if milliseconds <= 0.0 { 0.0 } else { bytes as f64 / 1e3 / milliseconds }
+}

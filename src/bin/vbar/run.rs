@@ -1,0 +1,202 @@
+//! `vbar run`: a model through a budget, pass after pass, every byte checked on the device.
+//!
+//! Owns the course of a run: open, bind, passes, the budget that is halved in mid-run and restored.
+//! How a pass faults is in `pass`, how bytes are checked in `verify`, what is shown in `screen` and
+//! `report`.
+
+mod pass;
+mod report;
+mod screen;
+mod verify;
+
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use clap::Args;
+use vbar::driver::select::{self, Opened, Selection};
+use vbar::host::model_files::Model;
+use vbar::units::{PageSize, format_bytes};
+use vbar::{Error, ErrorCode, ModelBar, Result, Runtime, RuntimeOptions};
+
+use crate::arguments::{self, Budget};
+use crate::compute::Compute;
+use crate::output::{Output, Verdict};
+use pass::Course;
+use report::{PassReport, Report};
+use screen::Screen;
+use verify::Verifier;
+
+const EXAMPLES: &str = "\
+Examples:
+  vbar run model.safetensors --budget 40% --passes 4 --verify
+  vbar run model.safetensors --budget 8G --device cuda:1 --verify --json
+  vbar run model.safetensors --budget 64M --device sim:capacity=1G,latency=50us
+
+With two passes or more, the budget is halved between the halves of the middle pass and restored
+between those of the next.";
+
+/// Pages that a budget should have at least, unless the page size was given.
+const BUDGET_PAGES_MIN: u64 = 16;
+
+/// Stream a model through a budget, tensor by tensor
+#[derive(Args)]
+#[command(after_help = EXAMPLES)]
+pub(crate) struct Arguments {
+    /// A safetensors file, the index of a sharded model, or a folder with one of them
+    model: PathBuf,
+    /// Device memory in all, scratch included: bytes, or a part of the model [default: what is
+    /// free]
+    #[arg(long, value_parser = arguments::budget, value_name = "N|N%")]
+    budget: Option<Budget>,
+    /// Times that every tensor is used
+    #[arg(long, value_name = "N", default_value_t = 2, value_parser = clap::value_parser!(u32).range(1..))]
+    passes: u32,
+    /// auto, cuda[:index] or sim[:options]
+    #[arg(long, value_parser = arguments::device, default_value = "auto")]
+    device: Selection,
+    /// Compare every tensor of every pass, on the device, with the bytes of the file
+    #[arg(long)]
+    verify: bool,
+    /// Take the bytes to compare with from this copy of the model
+    #[arg(long, value_name = "MODEL", requires = "verify")]
+    expect: Option<PathBuf>,
+    /// Bytes of a page [default: 16M, less for a budget of few pages]
+    #[arg(long, value_parser = arguments::page_size, value_name = "N")]
+    page_size: Option<PageSize>,
+}
+
+/// Runs the command.
+pub(crate) fn run(arguments: &Arguments, output: &Output) -> Result<Verdict> {
+    let model = Model::open(&arguments.model)?;
+    let expected = arguments.expect.as_deref().map(Model::open).transpose()?;
+    let opened = select::open(&arguments.device)?;
+    let budget = arguments.budget.map(|budget| budget.bytes(model.total_bytes()));
+    let page_size = match arguments.page_size {
+        Some(page_size) => page_size,
+        None => fitting_page_size(&opened, budget),
+    };
+    let options = RuntimeOptions { budget_bytes: budget, page_size, ..RuntimeOptions::default() };
+    let runtime = Runtime::open(Arc::clone(&opened.driver), opened.device, options)?;
+    let screen = Screen::new(output);
+    screen.say(format!("device   {}", opened.how));
+    let checksums = match arguments.verify {
+        true => Some(verify::checksums(&model, expected.as_ref().unwrap_or(&model), &screen)?),
+        false => None,
+    };
+    let report = stream(&opened, &runtime, model, checksums, arguments.passes, &screen)?;
+    report.show(output);
+    output.object(&report);
+    Ok(Verdict::of(report.ok))
+}
+
+/// 16 MiB, or the largest that gives the budget a few pages to work with.
+fn fitting_page_size(opened: &Opened, budget: Option<u64>) -> PageSize {
+    let granularity = opened.driver.mem_get_allocation_granularity(opened.device);
+    // Without virtual memory management there is none, and no page either.
+    let granularity = granularity.unwrap_or(u64::MAX);
+    let mut page_size = PageSize::DEFAULT;
+    while let Some(smaller) = PageSize::new(page_size.bytes() / 2)
+        && smaller.bytes() >= granularity
+        && budget.is_some_and(|budget| budget / page_size.bytes() < BUDGET_PAGES_MIN)
+    {
+        page_size = smaller;
+    }
+    page_size
+}
+
+/// All passes, between opening and closing what they need.
+fn stream(
+    opened: &Opened,
+    runtime: &Runtime,
+    model: Model,
+    checksums: Option<Vec<u64>>,
+    pass_count: u32,
+    screen: &Screen<'_>,
+) -> Result<Report> {
+    let device = Arc::clone(runtime.device());
+    let _scope = device.enter()?;
+    let bar = runtime.bind_model(model)?;
+    let compute = Compute::new(runtime)?;
+    let mut verifier = match checksums {
+        Some(expected) => Some(Verifier::new(&compute, expected)?),
+        None => None,
+    };
+    let budget_bytes = match runtime.budget_settings().0 {
+        Some(bytes) => bytes,
+        None => runtime.numbers().budget_bytes,
+    };
+    announce(&bar, budget_bytes, screen);
+    let half = Halving::new(runtime, budget_bytes, verifier.as_ref(), pass_count);
+    let course = Course { bar: &bar, compute: &compute, screen };
+    let mut passes = Vec::new();
+    for number in 0..pass_count {
+        screen.begin(number, pass_count, bar.model().tensors().len());
+        let counted = course.pass(verifier.as_mut(), || half.between_halves(number, screen))?;
+        let report = PassReport::from(counted);
+        screen.end(&report.line(number, pass_count));
+        passes.push(report);
+    }
+    let locked_bytes = verifier.as_ref().map_or(0, Verifier::locked_bytes);
+    let model = bar.model();
+    let verified = verifier.is_some();
+    Ok(Report::new(opened, runtime, model, budget_bytes, locked_bytes, verified, passes))
+}
+
+fn announce(bar: &ModelBar, budget_bytes: u64, screen: &Screen<'_>) {
+    let (model, page_size) = (bar.model(), bar.vbar().runtime().page_size());
+    screen.say(format!(
+        "model    {}: {} in {} tensors",
+        model.name(),
+        format_bytes(model.total_bytes()),
+        model.tensors().len()
+    ));
+    screen.say(format!(
+        "budget   {} in pages of {}, scratch included",
+        format_bytes(budget_bytes),
+        format_bytes(page_size.bytes())
+    ));
+}
+
+/// The budget's way down and up again.
+struct Halving<'a> {
+    runtime: &'a Runtime,
+    full: Option<u64>,
+    half: u64,
+    /// The pass in whose middle the budget goes down; it comes back in the middle of the next.
+    at: Option<u32>,
+}
+
+impl<'a> Halving<'a> {
+    fn new(
+        runtime: &'a Runtime,
+        budget_bytes: u64,
+        verifier: Option<&Verifier>,
+        pass_count: u32,
+    ) -> Self {
+        // The scratch pages are pinned: less than them cannot be had.
+        let least = verifier.map_or(0, Verifier::scratch_bytes);
+        let half = (budget_bytes / 2).max(least);
+        let at = (pass_count >= 2).then(|| (pass_count - 1) / 2);
+        Self { runtime, full: runtime.budget_settings().0, half, at }
+    }
+
+    fn between_halves(&self, number: u32, screen: &Screen<'_>) -> Result<()> {
+        let Some(at) = self.at else { return Ok(()) };
+        if number == at {
+            screen.say(format!("budget   halved to {}", format_bytes(self.half)));
+            return self.runtime.set_budget(Some(self.half));
+        }
+        if number == at + 1 {
+            let full = self.full.map_or_else(|| "what is free".to_owned(), format_bytes);
+            screen.say(format!("budget   restored to {full}"));
+            return self.runtime.set_budget(self.full);
+        }
+        Ok(())
+    }
+}
+
+/// An error of verification: what is missing on the device for it.
+fn cannot_verify(why: impl std::fmt::Display) -> Error {
+    let text = format!("the model cannot be verified on the device: {why}; run without --verify");
+    Error::new(ErrorCode::Unsupported, text)
+}

@@ -1,0 +1,113 @@
+//! One pass: every tensor faulted in natural order, used on the compute stream, unpinned.
+//!
+//! Nothing is waited for until the end of the pass, so that reading, copying and computing go on
+//! side by side.
+
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+use vbar::{Fault, ModelBar, Result};
+
+use super::screen::Screen;
+use super::verify::{Round, Verifier};
+use crate::compute::Compute;
+
+/// What a pass counted.
+#[derive(Clone, Copy, Default, PartialEq, Eq, Debug)]
+pub(super) struct Counted {
+    pub(super) time: Duration,
+    /// Faults that found every page resident.
+    pub(super) resident: u64,
+    /// Faults that had to fill a page.
+    pub(super) refilled: u64,
+    /// Faults that were refused.
+    pub(super) offloaded: u64,
+    pub(super) bytes_copied: u64,
+    pub(super) mismatches: u64,
+}
+
+/// What every pass needs.
+pub(super) struct Course<'a> {
+    pub(super) bar: &'a ModelBar,
+    pub(super) compute: &'a Compute,
+    pub(super) screen: &'a Screen<'a>,
+}
+
+impl Course<'_> {
+    /// Makes a pass; `between_halves` is called in its middle.
+    pub(super) fn pass(
+        &self,
+        mut verifier: Option<&mut Verifier>,
+        between_halves: impl FnOnce() -> Result<()>,
+    ) -> Result<Counted> {
+        let start = Instant::now();
+        let filled_before = self.filled_bytes();
+        let mut counted = Counted::default();
+        let mut round = verifier.as_deref_mut().map(|v| v.begin(self.compute)).transpose()?;
+        let count = self.bar.model().tensors().len();
+        let middle = count / 2;
+        self.stretch(0..middle, round.as_mut(), &mut counted)?;
+        between_halves()?;
+        self.stretch(middle..count, round.as_mut(), &mut counted)?;
+        match round {
+            Some(round) => {
+                let found = round.finish()?;
+                counted.bytes_copied = found.copied_bytes;
+                counted.mismatches = self.report_mismatches(&found.mismatched);
+            }
+            None => self.compute.synchronize()?,
+        }
+        counted.bytes_copied += self.filled_bytes() - filled_before;
+        counted.time = start.elapsed();
+        Ok(counted)
+    }
+
+    fn stretch(
+        &self,
+        tensors: std::ops::Range<usize>,
+        mut round: Option<&mut Round<'_>>,
+        counted: &mut Counted,
+    ) -> Result<()> {
+        for tensor in tensors {
+            let misses_before = self.misses();
+            match self.bar.fault(tensor, self.compute.stream)? {
+                Fault::Resident(guard) => {
+                    // This thread is the only one that faults here.
+                    match self.misses() == misses_before {
+                        true => counted.resident += 1,
+                        false => counted.refilled += 1,
+                    }
+                    if let Some(round) = round.as_deref_mut() {
+                        round.resident(tensor, &guard)?;
+                    }
+                    guard.unpin()?;
+                }
+                Fault::Offloaded(reason) => {
+                    log::debug!("tensor {tensor} is offloaded: {reason}");
+                    counted.offloaded += 1;
+                    if let Some(round) = round.as_deref_mut() {
+                        round.offloaded(tensor, self.bar.model())?;
+                    }
+                }
+            }
+            self.screen.step(|| self.bar.vbar().draw(u32::MAX));
+        }
+        Ok(())
+    }
+
+    fn report_mismatches(&self, mismatched: &[usize]) -> u64 {
+        for tensor in mismatched {
+            let name = &self.bar.model().tensors()[*tensor].name;
+            self.screen.say(format!("MISMATCH tensor {name:?}: its bytes are not the file's"));
+        }
+        mismatched.len() as u64
+    }
+
+    fn misses(&self) -> u64 {
+        self.compute.device().counters.misses.load(Ordering::Relaxed)
+    }
+
+    fn filled_bytes(&self) -> u64 {
+        self.compute.device().counters.bytes_filled.load(Ordering::Relaxed)
+    }
+}

@@ -1,0 +1,112 @@
+//! What is seen while a run goes on: a progress bar and a strip of the pages' states.
+//!
+//! On a terminal both are drawn on standard error and move; into a pipe go plain lines only, and
+//! nothing with `--json`.
+
+use std::cell::{Cell, RefCell};
+use std::time::{Duration, Instant};
+
+use indicatif::{ProgressBar, ProgressStyle};
+
+use crate::output::Output;
+
+/// How often the strip is drawn anew.
+const STRIP_INTERVAL: Duration = Duration::from_millis(60);
+/// Room beside the strip, in columns.
+const MARGIN: usize = 2;
+
+/// See the module's text.
+pub(super) struct Screen<'a> {
+    output: &'a Output,
+    bar: RefCell<ProgressBar>,
+    drawn_at: Cell<Option<Instant>>,
+}
+
+impl<'a> Screen<'a> {
+    pub(super) fn new(output: &'a Output) -> Self {
+        Self { output, bar: RefCell::new(ProgressBar::hidden()), drawn_at: Cell::new(None) }
+    }
+
+    /// A line that stays.
+    pub(super) fn say(&self, text: impl AsRef<str>) {
+        self.bar.borrow().suspend(|| self.output.line(text));
+    }
+
+    /// Progress of the checksums of `count` tensors; may be moved on by any thread.
+    pub(super) fn checksums(&self, count: usize) -> ProgressBar {
+        self.say("checksums of the file's bytes");
+        self.bar_of(count, "checksums [{bar:40}] {pos}/{len} tensors")
+    }
+
+    /// A pass over `count` tensors begins.
+    pub(super) fn begin(&self, number: u32, of: u32, count: usize) {
+        let template = format!(
+            "pass {}/{of}  [{{bar:40}}] {{pos}}/{{len}} tensors {{elapsed}}\n{{msg}}",
+            number + 1
+        );
+        *self.bar.borrow_mut() = self.bar_of(count, &template);
+    }
+
+    /// Another tensor is done. `strip` draws the pages and is called when it is time to.
+    pub(super) fn step(&self, strip: impl FnOnce() -> String) {
+        let bar = self.bar.borrow();
+        if bar.is_hidden() {
+            return;
+        }
+        let now = Instant::now();
+        if self.drawn_at.get().is_none_or(|at| now - at >= STRIP_INTERVAL) {
+            self.drawn_at.set(Some(now));
+            let columns = usize::from(console::Term::stderr().size().1);
+            bar.set_message(compress(&strip(), columns.saturating_sub(MARGIN)));
+        }
+        bar.inc(1);
+    }
+
+    /// The pass is over, and came to this.
+    pub(super) fn end(&self, line: &str) {
+        self.bar.replace(ProgressBar::hidden()).finish_and_clear();
+        self.output.line(line);
+    }
+
+    fn bar_of(&self, count: usize, template: &str) -> ProgressBar {
+        if !self.output.draws() {
+            return ProgressBar::hidden();
+        }
+        let bar = ProgressBar::new(count as u64);
+        if let Ok(style) = ProgressStyle::with_template(template) {
+            bar.set_style(style.progress_chars("=> "));
+        }
+        bar
+    }
+}
+
+/// A drawing of pages in at most `columns` characters: each stands for as many pages as it must,
+/// and shows what most of them are, the first of equals.
+fn compress(drawing: &str, columns: usize) -> String {
+    let pages: Vec<char> = drawing.chars().collect();
+    if pages.len() <= columns || columns == 0 {
+        return drawing.to_owned();
+    }
+    let bound = |column: usize| column * pages.len() / columns;
+    (0..columns).map(|column| commonest(&pages[bound(column)..bound(column + 1)])).collect()
+}
+
+fn commonest(pages: &[char]) -> char {
+    let count = |wanted: char| pages.iter().filter(|page| **page == wanted).count();
+    let best = pages.iter().rev().max_by_key(|page| count(**page));
+    best.copied().unwrap_or(' ')
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_strip_fits_its_width_and_shows_what_most_pages_are() {
+        assert_eq!(compress("##..", 10), "##..");
+        assert_eq!(compress("####....", 4), "##..");
+        assert_eq!(compress("###.....P", 3), "#..");
+        assert_eq!(compress("#.", 1), "#");
+        assert_eq!(compress(&"#".repeat(1000), 79).len(), 79);
+    }
+}

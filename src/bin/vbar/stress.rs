@@ -1,0 +1,231 @@
+//! `vbar stress`: random operations by several threads, every byte and invariant checked.
+//!
+//! Owns the course of a run: set up, let the threads work, stop them now and then to look at the
+//! invariants, heal the driver, and see that nothing is left at the end. What the threads do is in
+//! `worker`, `uses` and `settings`; what must be true in `world`, `checks` and `invariants`.
+
+mod checks;
+mod choice;
+mod invariants;
+mod journal;
+mod report;
+mod settings;
+mod uses;
+mod worker;
+mod world;
+
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Barrier};
+use std::time::{Duration, Instant};
+
+use clap::Args;
+use indicatif::ProgressBar;
+use vbar::driver::select::{self, Opened, Selection};
+use vbar::driver::sim::{Sim, SimOptions};
+use vbar::model::synth::SyntheticModel;
+use vbar::options::Eviction;
+use vbar::units::{KIB, PageSize};
+use vbar::{Error, ErrorCode, Result, Runtime, RuntimeOptions};
+
+use crate::arguments;
+use crate::output::{Output, Verdict};
+use journal::Journal;
+use report::Report;
+use worker::Worker;
+use world::World;
+
+const EXAMPLES: &str = "\
+Examples:
+  vbar stress --seconds 20
+  vbar stress --seconds 60 --seed 7 --threads 8 --fail 0.02
+  vbar stress --device cuda --json
+
+Which operations a thread makes follows from the seed; how they interleave does not, unless the
+device is simulated with a seed of its own (sim:seed=7). Without options a simulated device is
+small, and its new memory is not zeroed.";
+
+/// Time between two looks at the invariants.
+const LOOK_INTERVAL: Duration = Duration::from_millis(100);
+/// Pages of the budget, and as many again for each thread as its checks and pins take.
+const BUDGET_PAGES: u64 = 24;
+const THREAD_PAGES: u64 = 2;
+/// Pages of a small simulated device, in budgets.
+const CAPACITY_BUDGETS: u64 = 3;
+/// The model, in parts of the budget.
+const MODEL_PARTS: (u64, u64) = (4, 3);
+
+/// Do random things to a device for a while and check everything
+#[derive(Args)]
+#[command(after_help = EXAMPLES)]
+pub(crate) struct Arguments {
+    /// How long
+    #[arg(long, value_name = "N", default_value_t = 10)]
+    seconds: u64,
+    /// Operations follow from it [default: drawn, and printed]
+    #[arg(long, value_name = "S")]
+    seed: Option<u64>,
+    /// Threads that work at the same time
+    #[arg(long, value_name = "N", default_value_t = 4, value_parser = clap::value_parser!(u32).range(1..=64))]
+    threads: u32,
+    /// auto, cuda[:index] or sim[:options]
+    #[arg(long, value_parser = arguments::device, default_value = "auto")]
+    device: Selection,
+    /// Part of the driver's calls that fail, 0 to 1; simulated devices only
+    #[arg(long, value_name = "RATE", default_value_t = 0.0, value_parser = arguments::probability)]
+    fail: f64,
+}
+
+/// Runs the command.
+pub(crate) fn stress(arguments: &Arguments, output: &Output) -> Result<Verdict> {
+    let seed = arguments.seed.unwrap_or_else(any_seed);
+    let budget_pages = BUDGET_PAGES + THREAD_PAGES * u64::from(arguments.threads);
+    let opened = open(&arguments.device, budget_pages)?;
+    if arguments.fail > 0.0 && opened.sim.is_none() {
+        let text = "--fail: a real driver does not fail when it is told to";
+        return Err(Error::new(ErrorCode::InvalidArgument, text));
+    }
+    output.line(format!("device   {}", opened.how));
+    output.line(format!("seed     {seed}"));
+    let start = Instant::now();
+    let journal = work(arguments, &opened, budget_pages, seed, output)?;
+    let report = Report::new(&opened, &journal, seed, start.elapsed());
+    report.show(output);
+    output.object(&report);
+    Ok(Verdict::of(report.ok))
+}
+
+fn any_seed() -> u64 {
+    let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
+    now.map_or(1, |since| since.as_nanos() as u64 & 0xFFFF_FFFF)
+}
+
+/// A simulated device without options is made small, so that everything is scarce on it.
+fn open(selection: &Selection, budget_pages: u64) -> Result<Opened> {
+    let mut opened = select::open(selection)?;
+    if opened.sim.as_ref().is_some_and(|sim| *sim.options() == SimOptions::default()) {
+        let granularity = 64 * KIB;
+        let sim = Sim::new(SimOptions {
+            capacity: CAPACITY_BUDGETS * budget_pages * granularity,
+            granularity,
+            poison: true,
+            ..SimOptions::default()
+        });
+        opened.how = format!("a small simulated device, {}", sim.driver().description());
+        opened.driver = sim.driver();
+        opened.sim = Some(sim);
+    }
+    Ok(opened)
+}
+
+/// The run itself, from setting up to the last look.
+fn work(
+    arguments: &Arguments,
+    opened: &Opened,
+    budget_pages: u64,
+    seed: u64,
+    output: &Output,
+) -> Result<Journal> {
+    let granularity = opened.driver.mem_get_allocation_granularity(opened.device)?;
+    let page_size = PageSize::new(granularity).ok_or_else(|| world::internal("granularity"))?;
+    let options = RuntimeOptions {
+        budget_bytes: Some(budget_pages * page_size.bytes()),
+        headroom_bytes: Some(0),
+        page_size,
+        // Every fourth seed tries the mode for debugging.
+        eviction: if seed % 4 == 3 { Eviction::Strict } else { Eviction::Aliasing },
+        poll_interval: Duration::from_millis(1),
+        heal_window: Duration::from_millis(20),
+        ..RuntimeOptions::default()
+    };
+    let runtime = Runtime::open(Arc::clone(&opened.driver), opened.device, options)?;
+    let device = Arc::clone(runtime.device());
+    let scope = device.enter()?;
+    device.driver.module_load()?;
+    let (parts, of) = MODEL_PARTS;
+    let model = ModelFile::new(budget_pages * page_size.bytes() * parts / of, seed)?;
+    let journal = Journal::new(arguments.threads as usize, arguments.fail > 0.0);
+    let sim = opened.sim.clone();
+    let world = World::new(runtime, sim, journal, &model.path, budget_pages, seed)?;
+    let threads = 0..arguments.threads as usize;
+    let workers = threads.map(|thread| Worker::new(&world, thread, seed));
+    let workers: Vec<Worker<'_>> = workers.collect::<Result<_>>()?;
+    if let Some(sim) = &opened.sim && arguments.fail > 0.0 {
+        sim.fail_rate(arguments.fail, seed);
+    }
+    run_threads(&world, workers, Duration::from_secs(arguments.seconds), output);
+    drop(scope);
+    Ok(invariants::look_at_the_end(world, budget_pages * page_size.bytes()))
+}
+
+/// Lets the workers work for `time`, then heals the device and lets them finish.
+fn run_threads(world: &World, workers: Vec<Worker<'_>>, time: Duration, output: &Output) {
+    let (stopped, healed) = (Barrier::new(workers.len() + 1), Barrier::new(workers.len() + 1));
+    let start = Instant::now();
+    let thread_count = workers.len() as u64;
+    std::thread::scope(|scope| {
+        for mut worker in workers {
+            let (stopped, healed) = (&stopped, &healed);
+            scope.spawn(move || {
+                let device = Arc::clone(worker.world.runtime.device());
+                let entered = device.enter();
+                while entered.is_ok() && !worker.world.journal.is_stopped() {
+                    worker.step();
+                }
+                stopped.wait();
+                healed.wait();
+                let world = worker.world;
+                if let Err(error) = entered.map(drop).and_then(|()| finish(worker)) {
+                    world.journal.violation(format!("giving everything back: {error}"));
+                }
+            });
+        }
+        let bar = if output.draws() { ProgressBar::new_spinner() } else { ProgressBar::hidden() };
+        while start.elapsed() < time && !world.journal.is_stopped() {
+            std::thread::sleep(LOOK_INTERVAL.min(time.saturating_sub(start.elapsed())));
+            bar.set_message(format!("{} operations", world.journal.operations()));
+            bar.tick();
+            invariants::look(world, thread_count);
+        }
+        bar.finish_and_clear();
+        world.journal.stop();
+        stopped.wait();
+        if let Some(sim) = &world.sim {
+            sim.heal();
+            sim.set_outside_bytes(world.device, 0);
+        }
+        healed.wait();
+    });
+}
+
+fn finish(worker: Worker<'_>) -> Result<()> {
+    let device = Arc::clone(worker.world.runtime.device());
+    let _scope = device.enter()?;
+    worker.finish()
+}
+
+/// A synthetic model in the folder for temporary files, removed at the end.
+struct ModelFile {
+    path: PathBuf,
+}
+
+impl ModelFile {
+    fn new(bytes: u64, seed: u64) -> Result<Self> {
+        let name = format!("vbar-stress-{}-{seed}.safetensors", std::process::id());
+        let path = std::env::temp_dir().join(name);
+        let model = Self { path };
+        SyntheticModel { total_bytes: bytes, seed, shards: 1 }.write(&model.path, &|_| {})?;
+        Ok(model)
+    }
+}
+
+impl Drop for ModelFile {
+    fn drop(&mut self) {
+        remove(&self.path);
+    }
+}
+
+fn remove(path: &Path) {
+    if let Err(error) = std::fs::remove_file(path) {
+        log::warn!("{}: {error}", path.display());
+    }
+}

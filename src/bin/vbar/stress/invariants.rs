@@ -1,0 +1,140 @@
+//! What must be true whenever nothing is going on, and at the end.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use vbar::Result;
+use vbar::memory::pager::HeldPins;
+use vbar::units::Stream;
+
+use super::journal::Journal;
+use super::world::{Bare, Bound, World};
+
+/// Stops the threads for a moment and looks. `thread_pages`: pages that their checks pin.
+pub(super) fn look(world: &World, thread_pages: u64) {
+    let _nobody_runs = world.pause.write();
+    look_at_books(world);
+    // With injected failures this may fail; then there is nothing to compare.
+    if settle(world).is_ok() {
+        look_at_budget(world, thread_pages);
+        look_at_books(world);
+    }
+}
+
+/// All work done, and what the budget no longer covers given back.
+fn settle(world: &World) -> Result<()> {
+    let device = Arc::clone(world.runtime.device());
+    let _scope = device.enter()?;
+    device.driver.ctx_synchronize()?;
+    // The second one removes the mappings of pages that the first one evicted.
+    world.runtime.refresh()?;
+    world.runtime.refresh()
+}
+
+/// The books of library and device agree.
+fn look_at_books(world: &World) {
+    let journal = &world.journal;
+    if !world.runtime.is_valid() {
+        journal.violation("the pager's tables contradict themselves".to_owned());
+    }
+    let Some(sim) = &world.sim else { return };
+    sim.violations().into_iter().for_each(|text| journal.violation(format!("device: {text}")));
+    let (ours, theirs) = (world.runtime.used_bytes(), sim.used_bytes(world.device));
+    if ours != theirs {
+        journal.violation(format!("{ours} bytes of frames are held, the device has {theirs}"));
+    }
+}
+
+/// Nothing beyond the budget but what is pinned or below a floor.
+fn look_at_budget(world: &World, thread_pages: u64) {
+    let numbers = world.runtime.numbers();
+    let floors = all_marks(world).into_iter().map(|marks| u64::from(marks.floor)).sum::<u64>();
+    let kept = floors + world.held_pages.load(Ordering::Relaxed) + thread_pages;
+    let allowed = numbers.budget_bytes.max(kept * world.page_bytes());
+    if numbers.used_bytes - numbers.quarantined_bytes > allowed {
+        let text = format!("{kept} pages are kept, and more than the budget is used: {numbers:?}");
+        world.journal.violation(text);
+    }
+}
+
+fn all_marks(world: &World) -> Vec<vbar::memory::pager::BarMarks> {
+    let bare = (0..world.bare.len()).map(|index| world.bare(index).vbar.marks());
+    bare.chain([world.bound().bar.vbar().marks()]).collect()
+}
+
+/// Gives everything back and sees that nothing is left. After a violation the rest says nothing.
+pub(super) fn look_at_the_end(world: World, budget_bytes: u64) -> Journal {
+    let World { runtime, sim, device, journal, bare, bound, pause, held_pages, tensors, .. } =
+        world;
+    let _ = (pause, held_pages, tensors);
+    if !journal.violations().is_empty() {
+        return journal;
+    }
+    let bare: Vec<Arc<Bare>> = bare.into_iter().map(parking_lot::RwLock::into_inner).collect();
+    let bound: Arc<Bound> = bound.into_inner();
+    let closed = unpinned(&journal, &bare, &bound)
+        .and_then(|()| runtime.set_headroom(0))
+        .and_then(|()| runtime.set_budget(Some(budget_bytes)))
+        .and_then(|()| {
+            if runtime.used_bytes() > budget_bytes {
+                let text = format!("more than the budget is used: {:?}", runtime.numbers());
+                journal.violation(text);
+            }
+            close_bars(&journal, bare, bound)
+        })
+        .and_then(|()| runtime.trim(0));
+    match closed {
+        Ok(_) if runtime.used_bytes() > 0 => {
+            journal.violation(format!("memory is left: {:?}", runtime.numbers()));
+        }
+        Ok(_) => {}
+        Err(error) => journal.violation(format!("closing: {error}")),
+    }
+    drop(runtime);
+    if let Some(sim) = sim {
+        sim.violations().into_iter().for_each(|text| journal.violation(format!("device: {text}")));
+        let left = [
+            ("frames", sim.live_frames(device)),
+            ("reservations", sim.live_reservations() as u64),
+            ("mappings", sim.live_mappings() as u64),
+            ("events", sim.live_events() as u64),
+            ("streams", sim.live_streams() as u64),
+            ("page-locked bytes", sim.locked_bytes()),
+        ];
+        for (what, count) in left.into_iter().filter(|(_, count)| *count > 0) {
+            journal.violation(format!("{count} {what} are left at the end"));
+        }
+    }
+    journal
+}
+
+/// Ends the runs, which lifts the floors; no page has a pin any more.
+fn unpinned(journal: &Journal, bare: &[Arc<Bare>], bound: &Bound) -> Result<()> {
+    let vbars = bare.iter().map(|bare| &bare.vbar).chain([bound.bar.vbar()]);
+    for (number, vbar) in vbars.enumerate() {
+        let held = vbar.end_of_run(Stream::NONE, HeldPins::Keep)?.held;
+        if !held.is_empty() {
+            journal.violation(format!("pins are left on VBAR {number}: {held:?}"));
+        }
+    }
+    Ok(())
+}
+
+fn close_bars(journal: &Journal, bare: Vec<Arc<Bare>>, bound: Arc<Bound>) -> Result<()> {
+    for bare in bare {
+        match Arc::try_unwrap(bare) {
+            Ok(Bare { vbar, pieces, .. }) => {
+                drop(pieces);
+                vbar.destroy_wait()?;
+            }
+            Err(_) => journal.violation("a thread still has a VBAR".to_owned()),
+        }
+    }
+    let Ok(Bound { bar, .. }) = Arc::try_unwrap(bound) else {
+        journal.violation("a thread still has the bound VBAR".to_owned());
+        return Ok(());
+    };
+    let vbar = bar.vbar().clone();
+    drop(bar);
+    vbar.destroy_wait()
+}

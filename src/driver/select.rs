@@ -1,0 +1,179 @@
+//! Which driver and device a program means by a word: `auto`, `cuda:1`, `sim:capacity=8G`.
+//!
+//! Owns the words and the order of preference. Every answer carries a sentence that says what was
+//! chosen and why, so that nobody takes a simulated device for a real one.
+
+use std::sync::Arc;
+
+use super::Driver;
+use super::cuda::Cuda;
+use super::sim::{Sim, SimOptions};
+use crate::error::{Error, ErrorCode, Result};
+use crate::units::DeviceOrdinal;
+
+/// The environment variable that says what `auto` means.
+pub const VARIABLE: &str = "VBAR_DRIVER";
+
+/// What a user asked for.
+#[derive(Clone, PartialEq, Debug)]
+pub enum Selection {
+    /// What [`VARIABLE`] says when it is set; else CUDA where there is a device, else simulated.
+    Auto,
+    /// A device of the CUDA driver, or an error.
+    Cuda(DeviceOrdinal),
+    /// A simulated device.
+    Sim(SimOptions),
+}
+
+/// A driver that was opened, and the device meant.
+pub struct Opened {
+    /// The door.
+    pub driver: Arc<dyn Driver>,
+    /// The device.
+    pub device: DeviceOrdinal,
+    /// The same driver when it is simulated, for those who make trouble on it.
+    pub sim: Option<Arc<Sim>>,
+    /// What was chosen and why, a sentence without a full stop.
+    pub how: String,
+    /// Why `auto` did not take CUDA, where it did not and nobody told it not to.
+    pub missing: Option<String>,
+}
+
+impl Selection {
+    /// Parses `auto`, `cuda`, `cuda:1`, `sim` or `sim:` with the options of
+    /// [`SimOptions::parse`].
+    ///
+    /// # Errors
+    /// `InvalidArgument` that quotes the text and lists the words.
+    pub fn parse(text: &str) -> Result<Self> {
+        let (word, rest) = match text.split_once(':') {
+            Some((word, rest)) => (word, Some(rest)),
+            None => (text, None),
+        };
+        let wrong = || {
+            let text = format!("'{text}' is no device: use auto, cuda[:index] or sim[:options]");
+            Error::new(ErrorCode::InvalidArgument, text)
+        };
+        match (word, rest) {
+            ("auto", None) => Ok(Self::Auto),
+            ("cuda", rest) => {
+                let ordinal = rest.unwrap_or("0").parse().map_err(|_| wrong())?;
+                Ok(Self::Cuda(DeviceOrdinal(ordinal)))
+            }
+            ("sim", rest) => SimOptions::parse(rest.unwrap_or_default()).map(Self::Sim),
+            _ => Err(wrong()),
+        }
+    }
+}
+
+/// Opens what was selected.
+///
+/// # Errors
+/// `DriverMissing` or `Driver` when CUDA was asked for and is not there, `DeviceNotRegistered` for
+/// an ordinal that the driver does not have, `InvalidArgument` for a [`VARIABLE`] that says
+/// nothing. `Auto` without the variable never fails for want of a driver.
+pub fn open(selection: &Selection) -> Result<Opened> {
+    let variable = std::env::var_os(VARIABLE).map(|text| text.to_string_lossy().into_owned());
+    open_with(selection, variable.as_deref(), Cuda::open)
+}
+
+fn open_with(
+    selection: &Selection,
+    variable: Option<&str>,
+    open_cuda: impl Fn() -> Result<Arc<Cuda>>,
+) -> Result<Opened> {
+    match selection {
+        Selection::Cuda(device) => cuda(open_cuda()?, *device, "asked for"),
+        Selection::Sim(options) => Ok(sim(options.clone(), "asked for")),
+        Selection::Auto => match variable.filter(|text| !text.is_empty()) {
+            Some(text) => {
+                let named = Selection::parse(text).map_err(|error| error.context(VARIABLE))?;
+                let why = format!("{VARIABLE} says so");
+                match named {
+                    Selection::Auto => automatic(open_cuda),
+                    Selection::Cuda(device) => cuda(open_cuda()?, device, &why),
+                    Selection::Sim(options) => Ok(sim(options, &why)),
+                }
+            }
+            None => automatic(open_cuda),
+        },
+    }
+}
+
+fn automatic(open_cuda: impl Fn() -> Result<Arc<Cuda>>) -> Result<Opened> {
+    let why = match open_cuda() {
+        Ok(driver) if driver.device_get_count()? > 0 => {
+            return cuda(driver, DeviceOrdinal(0), "a CUDA driver with a device is here");
+        }
+        Ok(_) => "the CUDA driver has no device".to_owned(),
+        Err(error) => format!("no CUDA device: {error}"),
+    };
+    let opened = sim(SimOptions::default(), &why);
+    Ok(Opened { missing: Some(why), ..opened })
+}
+
+fn cuda(driver: Arc<Cuda>, device: DeviceOrdinal, why: &str) -> Result<Opened> {
+    let count = driver.device_get_count()?;
+    if device.0 >= count {
+        let text = format!("device {device} does not exist: the CUDA driver has {count}");
+        return Err(Error::new(ErrorCode::DeviceNotRegistered, text));
+    }
+    let name = driver.device_get_name(device)?;
+    let how = format!("{name}, device {device} of {} ({why})", driver.description());
+    Ok(Opened { driver, device, sim: None, how, missing: None })
+}
+
+fn sim(options: SimOptions, why: &str) -> Opened {
+    let sim = Sim::new(options);
+    let how = format!("a simulated device in host memory, {} ({why})", sim.driver().description());
+    let (driver, device) = (sim.driver(), DeviceOrdinal(0));
+    Opened { driver, device, sim: Some(sim), how, missing: None }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::units::MIB;
+
+    fn nothing() -> Result<Arc<Cuda>> {
+        Err(Error::new(ErrorCode::DriverMissing, "libcuda.so.1 is not here"))
+    }
+
+    #[test]
+    fn words_are_parsed() {
+        assert_eq!(Selection::parse("auto").unwrap(), Selection::Auto);
+        assert_eq!(Selection::parse("cuda:3").unwrap(), Selection::Cuda(DeviceOrdinal(3)));
+        assert_eq!(Selection::parse("sim").unwrap(), Selection::Sim(SimOptions::default()));
+        let Selection::Sim(options) =
+            Selection::parse("sim:capacity=64M,fail=mem_map:3:2").unwrap()
+        else {
+            panic!("a simulated device was named");
+        };
+        assert_eq!((options.capacity, options.fail.len()), (64 * MIB, 1));
+        for wrong in ["", "gpu", "cuda:x", "auto:1", "sim:colour=red", "CUDA"] {
+            let error = Selection::parse(wrong).unwrap_err();
+            assert_eq!(error.code(), ErrorCode::InvalidArgument, "{wrong}");
+        }
+    }
+
+    #[test]
+    fn without_a_driver_auto_is_simulated_and_says_why() {
+        let opened = open_with(&Selection::Auto, None, nothing).unwrap();
+        assert!(opened.sim.is_some() && opened.missing.is_some());
+        assert!(opened.how.contains("simulated") && opened.how.contains("libcuda.so.1 is not"));
+        let error = open_with(&Selection::Cuda(DeviceOrdinal(0)), None, nothing).err().unwrap();
+        assert_eq!(error.code(), ErrorCode::DriverMissing);
+    }
+
+    #[test]
+    fn the_variable_says_what_auto_means() {
+        let opened = open_with(&Selection::Auto, Some("sim:capacity=32M"), nothing).unwrap();
+        assert_eq!(opened.driver.device_total_mem(opened.device).unwrap(), 32 * MIB);
+        assert!(opened.how.contains(VARIABLE));
+        let asked = Selection::parse("sim:capacity=16M").unwrap();
+        let opened = open_with(&asked, Some("sim:capacity=32M"), nothing).unwrap();
+        assert_eq!(opened.driver.device_total_mem(opened.device).unwrap(), 16 * MIB);
+        let error = open_with(&Selection::Auto, Some("gpu"), nothing).err().unwrap();
+        assert!(error.to_string().starts_with(VARIABLE), "{error}");
+    }
+}
