@@ -149,7 +149,9 @@ fn work(
     let threads = 0..arguments.threads as usize;
     let workers = threads.map(|thread| Worker::new(&world, thread, seed));
     let workers: Vec<Worker<'_>> = workers.collect::<Result<_>>()?;
-    if let Some(sim) = &opened.sim && arguments.fail > 0.0 {
+    if let Some(sim) = &opened.sim
+        && arguments.fail > 0.0
+    {
         sim.fail_rate(arguments.fail, seed);
     }
     run_threads(&world, workers, Duration::from_secs(arguments.seconds), output);

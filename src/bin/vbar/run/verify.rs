@@ -198,13 +198,13 @@ impl Round<'_> {
 
     /// A ticket for what is on the stream now. Should there be none, the work is waited for: its
     /// page-locked memory must not be used again before.
-    fn fence(&self) -> Result<vbar::memory::page_table::Ticket> {
+    fn fence(&self) -> Result<vbar::sync::ticket::Ticket> {
         let fences = &self.compute.device().fences;
         let slot = fences.slot_of(self.compute.stream)?;
         let recorded = slot.map(|slot| fences.record(self.compute.stream, slot)).transpose();
         match recorded {
             Ok(Some(ticket)) => Ok(ticket),
-            Ok(None) => self.compute.synchronize().map(|()| vbar::memory::page_table::Ticket::NONE),
+            Ok(None) => self.compute.synchronize().map(|()| vbar::sync::ticket::Ticket::NONE),
             Err(error) => {
                 self.compute.synchronize()?;
                 Err(error)

@@ -76,8 +76,7 @@ impl<'w> Checks<'w> {
             self.clear_words()?;
         }
         let target = self.vbar.base().offset(self.pending.len() as u64 * WORD_BYTES);
-        let call =
-            KernelCall::Checksum { source, bytes, first_word: 0, delay_nanos: 0, target };
+        let call = KernelCall::Checksum { source, bytes, first_word: 0, delay_nanos: 0, target };
         self.world.runtime.device().driver.launch_kernel(call, stream)?;
         self.pending.push(Check { expected, what: what() });
         Ok(())

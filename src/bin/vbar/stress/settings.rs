@@ -4,8 +4,8 @@ use vbar::memory::pager::{Freed, HeldPins};
 use vbar::{Result, Vbar};
 
 use super::choice::Choice;
-use super::world::{BARE_COUNT, Bare, Content};
 use super::worker::Worker;
+use super::world::{BARE_COUNT, Bare, Content};
 
 impl Worker<'_> {
     /// A VBAR by a number: one of the bare ones or the bound one.

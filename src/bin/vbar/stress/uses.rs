@@ -9,8 +9,8 @@ use vbar::units::{DeviceAddress, Stream};
 use vbar::{AllocationFault, Fault, Guard, Result};
 
 use super::choice::Choice;
-use super::world::{BARE_COUNT, Bare, Content, Piece, World, pattern_checksum};
 use super::worker::{HeldAt, Worker};
+use super::world::{BARE_COUNT, Bare, Content, Piece, World, pattern_checksum};
 
 /// How a fill ends.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -110,7 +110,8 @@ impl Worker<'_> {
         let version = self.world.new_version();
         let mut written = Ok(());
         if end != FillEnd::DropEarly {
-            let call = KernelCall::Pattern { target: address, bytes, seed: version, delay_nanos: 0 };
+            let call =
+                KernelCall::Pattern { target: address, bytes, seed: version, delay_nanos: 0 };
             written = driver.launch_kernel(call, stream);
         }
         if end != FillEnd::Commit || written.is_err() {

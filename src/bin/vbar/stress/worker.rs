@@ -41,8 +41,17 @@ struct Held {
 
 /// What the pins are on, and how often pins had been released there by force.
 pub(super) enum HeldAt {
-    Piece { bare: Arc<Bare>, index: usize, version: Option<u64>, epoch: u64 },
-    Tensor { bound: Arc<Bound>, tensor: usize, epoch: u64 },
+    Piece {
+        bare: Arc<Bare>,
+        index: usize,
+        version: Option<u64>,
+        epoch: u64,
+    },
+    Tensor {
+        bound: Arc<Bound>,
+        tensor: usize,
+        epoch: u64,
+    },
     /// The VBAR may be gone: its pages stay while the token is held.
     Forgotten,
 }
@@ -155,7 +164,8 @@ impl<'w> Worker<'w> {
                 let now = bare.usage.0.read();
                 let stale = *now != *epoch;
                 let good = used && !stale;
-                checked = if good { self.check_held(bare, *index, *version, stream) } else { Ok(()) };
+                checked =
+                    if good { self.check_held(bare, *index, *version, stream) } else { Ok(()) };
                 answer = self.world.runtime.unpin(token);
                 Some(stale)
             }
@@ -164,8 +174,7 @@ impl<'w> Worker<'w> {
                 let stale = *now != *epoch;
                 let good = used && !stale;
                 let address = bound.bar.address(*tensor);
-                checked =
-                    if good { self.check_tensor(address, *tensor, stream) } else { Ok(()) };
+                checked = if good { self.check_tensor(address, *tensor, stream) } else { Ok(()) };
                 answer = self.world.runtime.unpin(token);
                 Some(stale)
             }

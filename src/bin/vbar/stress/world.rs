@@ -195,8 +195,7 @@ impl Piece {
 /// The checksum of the pattern of `seed` over `bytes` bytes.
 pub(super) fn pattern_checksum(seed: u64, bytes: u64) -> u64 {
     let words = bytes / 8;
-    let whole =
-        (0..words).fold(0u64, |sum, index| sum.wrapping_add(mix(mix(seed, index), index)));
+    let whole = (0..words).fold(0u64, |sum, index| sum.wrapping_add(mix(mix(seed, index), index)));
     let tail = mix(seed, words).to_le_bytes();
     whole.wrapping_add(checksum(&tail[..(bytes % 8) as usize], words))
 }
