@@ -320,10 +320,11 @@ impl Drop for Inner {
     fn drop(&mut self) {
         self.pager.close();
         let device = &self.pager.device;
-        if self.primary == Primary::Retained && device.check().is_ok() {
-            if let Err(error) = device.driver.device_primary_ctx_release(device.ordinal) {
-                log::warn!("closing device {}: {error}", device.ordinal);
-            }
+        if self.primary == Primary::Retained
+            && device.check().is_ok()
+            && let Err(error) = device.driver.device_primary_ctx_release(device.ordinal)
+        {
+            log::warn!("closing device {}: {error}", device.ordinal);
         }
     }
 }
@@ -358,7 +359,7 @@ fn probe_addresses(
         Err(error) => return Err(error.into()),
     }
     let granularity = driver.mem_get_allocation_granularity(device)?;
-    if granularity == 0 || page_size.bytes() % granularity != 0 {
+    if granularity == 0 || !page_size.bytes().is_multiple_of(granularity) {
         let text = format!(
             "pages of {} bytes are no multiple of device {device}'s granularity, {granularity}",
             page_size.bytes()

@@ -12,10 +12,12 @@ use std::time::Duration;
 
 use super::state::State;
 use crate::error::{Error, ErrorCode, Result};
+use crate::memory::budget::BudgetSource;
 use crate::memory::frames::FrameIndex;
 use crate::memory::page_table::{Page, PageState, Pin};
 use crate::memory::policy::{Rank, streaming_page_count};
 use crate::memory::vbar::Bar;
+use crate::options::Eviction;
 use crate::outcome::{Reason, WaitKind};
 use crate::sync::device::Device;
 use crate::sync::fence::Cover;
@@ -302,22 +304,27 @@ pub(super) struct Blocked {
 
 impl Blocked {
     fn stop(&self, device: &Device, too_large: bool, state: &State) -> Stop {
-        use crate::memory::budget::BudgetSource;
-        let refused = state.budget.allowed().1 == BudgetSource::DriverRefused;
-        match () {
-            () if refused => Stop::Refuse(Reason::DriverMemory),
-            () if too_large => Stop::Refuse(Reason::TooLarge),
-            () if self.pending > 0
-                && device.options.eviction == crate::options::Eviction::Strict =>
-            {
-                Stop::Wait(WaitKind::Frame)
+        let strict = device.options.eviction == Eviction::Strict;
+        let reason = if state.budget.allowed().1 == BudgetSource::DriverRefused {
+            Reason::DriverMemory
+        } else if too_large {
+            Reason::TooLarge
+        } else if self.pending > 0 {
+            if strict {
+                return Stop::Wait(WaitKind::Frame);
             }
-            () if self.pending > 0 => Stop::Refuse(Reason::FencePending),
-            () if self.unknown > 0 && device.may_wait_for_context() => Stop::ContextWait,
-            () if self.unknown > 0 => Stop::Refuse(Reason::FenceUnknown),
-            () if self.pinned > 0 => Stop::Refuse(Reason::AllPinned),
-            () => Stop::Refuse(Reason::Budget),
-        }
+            Reason::FencePending
+        } else if self.unknown > 0 {
+            if device.may_wait_for_context() {
+                return Stop::ContextWait;
+            }
+            Reason::FenceUnknown
+        } else if self.pinned > 0 {
+            Reason::AllPinned
+        } else {
+            Reason::Budget
+        };
+        Stop::Refuse(reason)
     }
 
     /// Whether a frame with these users can be taken; counts why not. Returns the users that have

@@ -32,7 +32,7 @@ impl Pager {
             false => None,
         };
         match self.device.capture_state(hold.stream) {
-            Ok(CaptureState::Active) => return self.pin_to_graph(bar, hold),
+            Ok(CaptureState::Active) => self.pin_to_graph(bar, hold),
             Ok(CaptureState::None) => {
                 self.stamp(bar, hold, hold.stream, slot);
                 if self.device.fences.is_record_due(slot) {
