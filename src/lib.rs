@@ -8,6 +8,7 @@ pub mod copy;
 pub mod counters;
 pub mod driver;
 pub mod error;
+pub mod ffi;
 pub mod host;
 pub mod memory;
 pub mod model;
