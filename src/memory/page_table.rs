@@ -386,7 +386,10 @@ impl PageTable {
     #[must_use]
     pub fn page(&self, index: PageIndex) -> &Page {
         let chunk = &self.chunks[index.0 as usize / CHUNK];
-        let pages = chunk.get_or_init(|| Box::new(std::array::from_fn(|_| Page::default())));
+        let pages = match chunk.get() {
+            Some(pages) => pages,
+            None => touch(chunk),
+        };
         &pages[index.0 as usize % CHUNK]
     }
 
@@ -406,6 +409,11 @@ impl PageTable {
             },
         )
     }
+}
+
+#[cold]
+fn touch(chunk: &OnceLock<Box<[Page; CHUNK]>>) -> &[Page; CHUNK] {
+    chunk.get_or_init(|| Box::new(std::array::from_fn(|_| Page::default())))
 }
 
 /// One character for a page, as in this module's table.

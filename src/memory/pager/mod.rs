@@ -17,8 +17,6 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use smallvec::SmallVec;
-
 use crate::copy::fill::Filler;
 use crate::counters;
 use crate::driver::CaptureState;
@@ -33,7 +31,7 @@ use crate::sync::fence::StreamSlot;
 use crate::sync::ticket::Ticket;
 use crate::sync::wait::Wait;
 use crate::sync::{Condvar, Mutex};
-use crate::units::{Generation, Stream};
+use crate::units::{Generation, PageIndex, Stream};
 
 pub use marks::{BarMarks, HeldPins, MemoryNumbers, Residency};
 pub use release::{Freed, Shortfall};
@@ -57,11 +55,32 @@ pub struct Hold {
     /// The pages.
     pub pages: Range<u32>,
     /// Their generations while pinned: the range's signature.
-    pub generations: SmallVec<[Generation; 4]>,
+    pub generations: Generations,
     /// The stream that uses the pages, and its slot.
     pub stream: Stream,
     /// `None` for `Stream::NONE`.
     pub slot: Option<StreamSlot>,
+}
+
+/// Generations of the pages of a range. Of one page, the common case, without an allocation and in
+/// few words: what a hit moves around is what it costs.
+#[derive(Clone, Debug)]
+pub enum Generations {
+    /// Of exactly one page.
+    One(Generation),
+    /// Of any other number.
+    Many(Vec<Generation>),
+}
+
+impl Generations {
+    /// In order of the pages.
+    #[must_use]
+    pub fn as_slice(&self) -> &[Generation] {
+        match self {
+            Self::One(generation) => std::slice::from_ref(generation),
+            Self::Many(generations) => generations,
+        }
+    }
 }
 
 /// What a fault came to.
@@ -165,28 +184,53 @@ impl Pager {
         stream: Stream,
         slot: Option<StreamSlot>,
     ) -> Result<Option<(Hold, bool)>> {
-        let mut hold =
-            Hold { pages: pages.start..pages.start, generations: SmallVec::new(), stream, slot };
+        if pages.len() != 1 {
+            return self.pin_many(bar, pages, stream, slot);
+        }
+        let page = bar.table.page(PageIndex(pages.start));
+        match page.pin() {
+            Pin::Pinned(word) => {
+                let ordered = word.state == PageState::Resident || self.is_ready(page, slot);
+                let generations = Generations::One(word.generation);
+                Ok(Some((Hold { pages, generations, stream, slot }, ordered)))
+            }
+            Pin::Absent(_) => Ok(None),
+            Pin::Full => Err(too_many_pins()),
+        }
+    }
+
+    fn pin_many(
+        &self,
+        bar: &Bar,
+        pages: Range<u32>,
+        stream: Stream,
+        slot: Option<StreamSlot>,
+    ) -> Result<Option<(Hold, bool)>> {
         let mut ordered = true;
-        for (_, page) in bar.table.pages(pages) {
+        let mut generations = Vec::with_capacity(pages.len());
+        let release = |generations: Vec<Generation>| {
+            let pages = pages.start..pages.start + generations.len() as u32;
+            let generations = Generations::Many(generations);
+            self.release_unused(bar, &Hold { pages, generations, stream, slot });
+        };
+        for (_, page) in bar.table.pages(pages.clone()) {
             match page.pin() {
                 Pin::Pinned(word) => {
-                    hold.pages.end += 1;
-                    hold.generations.push(word.generation);
+                    generations.push(word.generation);
                     ordered &= word.state == PageState::Resident || self.is_ready(page, slot);
                 }
                 Pin::Absent(_) => {
-                    self.release_unused(bar, &hold);
+                    release(generations);
                     return Ok(None);
                 }
                 Pin::Full => {
-                    self.release_unused(bar, &hold);
-                    let text = "a page has as many pins as can be counted (65535)";
-                    return Err(Error::new(ErrorCode::TooManyPins, text));
+                    release(generations);
+                    return Err(too_many_pins());
                 }
             }
         }
-        Ok(Some((hold, ordered)))
+        let generations = Generations::Many(generations);
+        Ok(Some((Hold { pages, generations, stream, slot }, ordered)))
     }
 
     fn is_ready(&self, page: &Page, slot: Option<StreamSlot>) -> bool {
@@ -200,7 +244,8 @@ impl Pager {
 
     /// Gives pins back that nobody has used: no stamp, no fence.
     pub fn release_unused(&self, bar: &Bar, hold: &Hold) {
-        for ((_, page), generation) in bar.table.pages(hold.pages.clone()).zip(&hold.generations) {
+        let pages = bar.table.pages(hold.pages.clone());
+        for ((_, page), generation) in pages.zip(hold.generations.as_slice()) {
             // Taken back by a forced end of run meanwhile is as good.
             let _ = page.unpin(*generation);
         }
@@ -434,6 +479,11 @@ impl Pager {
         let _scope = self.device.enter()?;
         self.filler().map(|_| ())
     }
+}
+
+#[cold]
+fn too_many_pins() -> Error {
+    Error::new(ErrorCode::TooManyPins, "a page has as many pins as can be counted (65535)")
 }
 
 /// When to ask the driver for its free memory.

@@ -6,14 +6,14 @@
 
 use std::sync::Arc;
 
-use super::{Hold, Pager};
+use super::{Generations, Hold, Pager};
 use crate::driver::{CaptureState, DriverError};
 use crate::error::{Error, ErrorCode, Result};
 use crate::memory::page_table::Page;
 use crate::memory::vbar::Bar;
 use crate::sync::fence::{Cover, StreamSlot};
 use crate::sync::ticket::Ticket;
-use crate::units::Stream;
+use crate::units::{PageIndex, Stream};
 
 impl Pager {
     /// Gives the pins of a hold back. Work that used the pages on the hold's stream was enqueued
@@ -122,8 +122,12 @@ impl Pager {
 
     #[inline]
     fn drop_pins(&self, bar: &Bar, hold: &Hold) -> Result<()> {
+        if let Generations::One(generation) = hold.generations {
+            return bar.table.page(PageIndex(hold.pages.start)).unpin(generation);
+        }
         let mut result = Ok(());
-        for ((_, page), generation) in bar.table.pages(hold.pages.clone()).zip(&hold.generations) {
+        let pages = bar.table.pages(hold.pages.clone());
+        for ((_, page), generation) in pages.zip(hold.generations.as_slice()) {
             if let Err(error) = page.unpin(*generation) {
                 result = Err(error);
             }
@@ -137,7 +141,7 @@ impl Pager {
         let (kept, pages) = (Arc::clone(bar), hold.pages.clone());
         let generations = hold.generations.clone();
         let release = move || {
-            for ((_, page), generation) in kept.table.pages(pages).zip(&generations) {
+            for ((_, page), generation) in kept.table.pages(pages).zip(generations.as_slice()) {
                 // Called on a driver thread: only the counts change, no fence is needed since a
                 // graph is destroyed after its launches are done.
                 let _ = page.unpin(*generation);
