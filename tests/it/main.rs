@@ -5,5 +5,8 @@
 mod door;
 mod files;
 mod scenarios;
+mod scenarios_failures;
+mod scenarios_life;
+mod scenarios_pressure;
 mod sim_device;
 mod world;
