@@ -27,24 +27,19 @@ fn scenario_7_a_failed_wait_unmaps_nothing() {
         let (old, new) = (world.vbar(2), world.vbar(2));
         let target = world.scratch();
         let guard = resident(&world, &old, 0..2);
-        if verb == Verb::EventQuery {
-            world.sim.hold_stream(world.stream).unwrap();
-        }
         world.sum(guard.address(), 2 * P, target, std::time::Duration::ZERO, world.stream);
         drop(guard);
         let unmaps = world.sim.calls(Verb::MemUnmap);
         world.sim.fail_always(verb, DriverCode::INVALID_CONTEXT);
+        world.sim.fail_always(Verb::CtxSynchronize, DriverCode::INVALID_CONTEXT);
         let failed = old.free_memory(P);
         assert_eq!(world.sim.calls(Verb::MemUnmap), unmaps, "{verb}");
         assert!(!matches!(failed, Ok(freed) if freed.bytes > 0), "{verb}: {failed:?}");
-        if verb == Verb::CtxSynchronize {
-            assert_eq!(failed.unwrap_err().code(), ErrorCode::Driver);
-            assert!(new.fault(0..P, world.stream).is_err());
-        }
+        assert_eq!(failed.unwrap_err().code(), ErrorCode::Driver, "{verb}");
+        assert!(new.fault(0..P, world.stream).is_err(), "{verb}");
         assert_eq!(world.sim.calls(Verb::MemUnmap), unmaps, "{verb}");
         assert_eq!((world.used(), world.sim.live_frames(DEVICE)), (2, 3));
         world.sim.heal();
-        world.sim.release_stream(world.stream).unwrap();
         let freed = old.free_memory(2 * P).unwrap();
         assert_eq!((freed.bytes, world.used()), (2 * P, 0), "{verb}");
         world.check();

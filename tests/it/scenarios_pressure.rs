@@ -159,7 +159,7 @@ fn scenario_17_other_programs_memory_is_respected() {
     let vbar = world.vbar(9);
     drop(resident(&world, &vbar, 0..6));
     let free = || 10 - world.used();
-    for (outside, most) in [(3, 6), (5, 4), (9, 0)] {
+    for (outside, most) in (3..=9).map(|outside| (outside, 9 - outside)) {
         world.sim.set_outside_bytes(DEVICE, outside * P);
         let _ = world.touch(&vbar, 8..9);
         assert!(world.used() <= most, "{} pages held with {outside} outside", world.used());

@@ -334,7 +334,11 @@ impl Pager {
         let mut patience = Patience::default();
         loop {
             self.device.check()?;
-            self.poll_budget(Poll::IfDue)?;
+            // After a refusal the cap that it set holds for this request: what the driver calls
+            // free then is what it has just refused.
+            if patience.refused_once.is_none() {
+                self.poll_budget(Poll::IfDue)?;
+            }
             self.reap()?;
             self.shrink()?;
             let planned = {
