@@ -17,7 +17,7 @@ use crate::driver::{Driver, DriverCode, Event};
 use crate::error::{Error, ErrorCode, Result};
 use crate::memory::page_table::Ticket;
 use crate::sync::{
-    AcqRel, Acquire, AtomicBool, AtomicU64, Mutex, Relaxed, Release,
+    AcqRel, Acquire, AtomicBool, AtomicU32, AtomicU64, Mutex, Relaxed, Release,
 };
 use crate::units::Stream;
 
@@ -49,6 +49,8 @@ struct Slot {
     passed: AtomicU64,
     /// Nanoseconds since the module's start at the last record.
     recorded_at: AtomicU64,
+    /// The stream was being captured when it was seen last.
+    capturing: AtomicBool,
     /// Per other slot, the highest sequence that this stream waits for already.
     waited: Box<[AtomicU64]>,
     ring: Mutex<Ring>,
@@ -81,6 +83,8 @@ pub struct Fences {
     record_interval: Duration,
     /// Set while VBARs exceed the budget: every unpin records at once.
     eager: AtomicBool,
+    /// Slots that are `capturing`.
+    capture_count: AtomicU32,
 }
 
 impl Fences {
@@ -95,12 +99,39 @@ impl Fences {
             started: Instant::now(),
             record_interval,
             eager: AtomicBool::new(false),
+            capture_count: AtomicU32::new(0),
         }
     }
 
     /// Whether unpins record at once (VBARs exceed the budget) or now and then.
     pub fn set_eager(&self, eager: bool) {
         self.eager.store(eager, Relaxed);
+    }
+
+    /// Notes whether a stream is being captured: until it is seen again, or retired, that is what is
+    /// known of it.
+    #[inline]
+    pub fn note_capture(&self, slot: StreamSlot, capturing: bool) {
+        if self.entry(slot).capturing.load(Relaxed) != capturing {
+            self.change_capture(self.entry(slot), capturing);
+        }
+    }
+
+    #[cold]
+    fn change_capture(&self, slot: &Slot, capturing: bool) {
+        if slot.capturing.swap(capturing, AcqRel) != capturing {
+            match capturing {
+                true => self.capture_count.fetch_add(1, AcqRel),
+                false => self.capture_count.fetch_sub(1, AcqRel),
+            };
+        }
+    }
+
+    /// Whether a known stream was being captured when it was seen last. To wait for its context
+    /// would break the capture.
+    #[must_use]
+    pub fn is_capture_known(&self) -> bool {
+        self.capture_count.load(Acquire) > 0
     }
 
     /// The slot of a stream, found by its id or made. The handle must be valid, and for an
@@ -236,19 +267,24 @@ impl Fences {
         Ok(Ticket::new(slot.index, sequence))
     }
 
-    /// Records if it is time to: at once while VBARs exceed the budget, else at the interval.
+    /// Whether it is time to record: always while VBARs exceed the budget, else at the interval.
+    #[inline]
+    #[must_use]
+    pub fn is_record_due(&self, slot: StreamSlot) -> bool {
+        if self.eager.load(Relaxed) {
+            return true;
+        }
+        let since = self.nanos().saturating_sub(self.entry(slot).recorded_at.load(Relaxed));
+        u128::from(since) >= self.record_interval.as_nanos()
+    }
+
+    /// Records, unless another thread is doing so on the same stream. Asks about events, so the
+    /// thread is in relaxed capture mode.
     ///
     /// # Errors
     /// As [`Fences::record`].
-    #[inline]
-    pub fn record_if_due(&self, stream: Stream, slot: StreamSlot) -> Result<()> {
+    pub fn record_unless_busy(&self, stream: Stream, slot: StreamSlot) -> Result<()> {
         let entry = self.entry(slot);
-        if !self.eager.load(Relaxed) {
-            let since = self.nanos().saturating_sub(entry.recorded_at.load(Relaxed));
-            if u128::from(since) < self.record_interval.as_nanos() {
-                return Ok(());
-            }
-        }
         if let Some(mut ring) = entry.ring.try_lock() {
             self.drain(entry, &mut ring)?;
         } else {
@@ -269,6 +305,7 @@ impl Fences {
         if entry.stamped.load(Acquire) > entry.recorded.load(Acquire) {
             self.record(stream, slot)?;
         }
+        self.change_capture(entry, false);
         entry.id.store(RETIRED, Release);
         Ok(())
     }
@@ -347,6 +384,7 @@ impl Fences {
                     _ => take_idle && self.is_idle(slot)?,
                 };
                 if reusable && slot.id.compare_exchange(found, id, AcqRel, Acquire).is_ok() {
+                    self.change_capture(slot, false);
                     for waited in &slot.waited {
                         waited.store(0, Release);
                     }
@@ -395,6 +433,7 @@ impl Slot {
             recorded: AtomicU64::new(0),
             passed: AtomicU64::new(0),
             recorded_at: AtomicU64::new(0),
+            capturing: AtomicBool::new(false),
             waited: (0..=SLOT_COUNT).map(|_| AtomicU64::new(0)).collect(),
             ring: Mutex::new(Ring::default()),
         }

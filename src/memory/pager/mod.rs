@@ -2,14 +2,15 @@
 //!
 //! Owns the state of a device's memory behind one lock, and serves faults: a hit pins pages by
 //! their words alone; a miss plans the whole request under the lock (`plan`), carries it out with
-//! the lock released (`act`), and gives memory back under pressure (`release`). Waits happen with
-//! no lock held. Decides nothing that `policy` and `budget` can decide.
+//! the lock released (`act`), and gives memory back under pressure (`release`); `uses` remembers who
+//! used a page. Waits happen with no lock held. Decides nothing that `policy` and `budget` can decide.
 
 mod act;
 mod marks;
 mod plan;
 mod release;
 mod state;
+mod uses;
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -19,7 +20,7 @@ use smallvec::SmallVec;
 
 use crate::copy::fill::Filler;
 use crate::counters;
-use crate::driver::{CaptureState, DriverError};
+use crate::driver::CaptureState;
 use crate::error::{Error, ErrorCode, Result};
 use crate::memory::budget::Budget;
 use crate::memory::page_table::{Page, PageState, Pin, Ticket};
@@ -27,7 +28,7 @@ use crate::memory::vbar::Bar;
 use crate::options::{Eviction, HEADROOM_DEFAULT};
 use crate::outcome::{Reason, WaitKind};
 use crate::sync::device::Device;
-use crate::sync::fence::{Cover, StreamSlot};
+use crate::sync::fence::StreamSlot;
 use crate::sync::wait::Wait;
 use crate::sync::{Condvar, Mutex};
 use crate::units::{Generation, Stream};
@@ -59,6 +60,8 @@ pub struct Hold {
     pub stream: Stream,
     /// `None` for `Stream::NONE`.
     pub slot: Option<StreamSlot>,
+    /// The pages are pinned to the graph that the stream captured into, too.
+    kept: bool,
 }
 
 /// What a fault came to.
@@ -123,9 +126,12 @@ impl Pager {
             false => None,
         };
         let (capture, slot) = self.device.inspect(stream)?;
-        if let Some((hold, ordered)) = self.pin(bar, pages.clone(), stream, slot)? {
+        if let Some((mut hold, ordered)) = self.pin(bar, pages.clone(), stream, slot)? {
             if !ordered {
                 self.order_or_unpin(bar, &hold, capture)?;
+            }
+            if capture == CaptureState::Active {
+                self.keep_or_unpin(bar, &mut hold)?;
             }
             self.device.counters.hits.raise();
             return Ok(Faulted::Resident(hold));
@@ -162,7 +168,8 @@ impl Pager {
         stream: Stream,
         slot: Option<StreamSlot>,
     ) -> Result<Option<(Hold, bool)>> {
-        let mut hold = Hold { pages: pages.start..pages.start, generations: SmallVec::new(), stream, slot };
+        let (start, generations) = (pages.start, SmallVec::new());
+        let mut hold = Hold { pages: start..start, generations, stream, slot, kept: false };
         let mut ordered = true;
         for (_, page) in bar.table.pages(pages) {
             match page.pin() {
@@ -202,8 +209,11 @@ impl Pager {
         }
     }
 
+    /// In a scope of its own: waiting places and asks about events, which needs the context, and
+    /// would break a capture of another stream.
+    #[cold]
     fn order_or_unpin(&self, bar: &Bar, hold: &Hold, capture: CaptureState) -> Result<()> {
-        let ordered = self.order(bar, hold, capture);
+        let ordered = self.device.enter().and_then(|_scope| self.order(bar, hold, capture));
         if ordered.is_err() {
             self.release_unused(bar, hold);
         }
@@ -269,9 +279,13 @@ impl Pager {
             // The pages are protected: only a forced end of run can come in between.
             let holds = self.pin_all(requests, stream, slot)?;
             drop(protected);
-            let Some(holds) = holds else { continue };
-            for (request, hold) in requests.iter().zip(&holds) {
-                if let Err(error) = self.order(request.bar, hold, capture) {
+            let Some(mut holds) = holds else { continue };
+            for (request, hold) in requests.iter().zip(&mut holds) {
+                let done = self.order(request.bar, hold, capture).and_then(|()| {
+                    hold.kept = capture == CaptureState::Active;
+                    if hold.kept { self.keep_for_graph(request.bar, hold) } else { Ok(()) }
+                });
+                if let Err(error) = done {
                     let all = requests.iter().zip(&holds);
                     all.for_each(|(request, hold)| self.release_unused(request.bar, hold));
                     return Err(error);
@@ -409,133 +423,6 @@ impl Pager {
             state.budget.observe(held, memory.free_bytes);
         }
         Ok(())
-    }
-
-    /// Gives the pins of a hold back. Work that used the pages on the hold's stream was enqueued
-    /// before the call; the pages keep their bytes until it is done.
-    ///
-    /// # Errors
-    /// `StaleToken` when a forced end of run took pins back before; the others were given back.
-    pub fn unpin(&self, bar: &Arc<Bar>, hold: Hold) -> Result<()> {
-        if crate::process::ending() {
-            return Ok(());
-        }
-        let Some(slot) = hold.slot else { return self.drop_pins(bar, &hold) };
-        let _context = match hold.stream.is_implicit() {
-            true => Some(self.device.enter_context()?),
-            false => None,
-        };
-        match self.device.capture_state(hold.stream) {
-            Ok(CaptureState::Active) => return self.pin_to_graph(bar, hold),
-            Ok(CaptureState::None) => {
-                self.stamp(bar, &hold, hold.stream, slot);
-                let recorded = self.device.fences.record_if_due(hold.stream, slot);
-                let dropped = self.drop_pins(bar, &hold);
-                if let Err(error) = recorded {
-                    log::warn!("no fence was recorded: {}", self.device.note(error));
-                }
-                dropped
-            }
-            // Nothing can be recorded now, or the handle is no good any more: the stamps stay
-            // uncovered until the stream is used again, or the context is waited for.
-            Ok(_) | Err(_) => {
-                self.stamp(bar, &hold, hold.stream, slot);
-                self.drop_pins(bar, &hold)
-            }
-        }
-    }
-
-    /// Remembers that `stream` uses the pages too.
-    ///
-    /// # Errors
-    /// What the driver says of the stream.
-    pub fn also_used_on(&self, bar: &Bar, hold: &Hold, stream: Stream) -> Result<()> {
-        let _context = self.device.enter_context()?;
-        if let (CaptureState::None, Some(slot)) = self.device.inspect(stream)? {
-            self.stamp(bar, hold, stream, slot);
-            return self.device.fences.record(stream, slot).map(|_| ());
-        }
-        let text = "a stream that is being captured cannot be named beside another one";
-        Err(Error::new(ErrorCode::Unsupported, text))
-    }
-
-    #[inline]
-    fn stamp(&self, bar: &Bar, hold: &Hold, stream: Stream, mut slot: StreamSlot) {
-        loop {
-            let ticket = self.device.fences.stamp(slot);
-            for (_, page) in bar.table.pages(hold.pages.clone()) {
-                if !page.stamp(ticket, |other| self.device.fences.known_passed(other)) {
-                    self.join_stamp(page, ticket, stream, slot);
-                }
-            }
-            // The slot may have gone to another stream before the stamps were in place.
-            match self.device.fences.confirm(slot) {
-                Ok(None) => return,
-                Ok(Some(other)) => slot = other,
-                Err(error) => {
-                    log::warn!("a use is known to no fence: {}", self.device.note(error));
-                    let unknown = self.device.fences.unrecorded_stamp();
-                    for (_, page) in bar.table.pages(hold.pages.clone()) {
-                        if !page.stamp(unknown, |_| false) {
-                            let users = page.users();
-                            let _replaced = users.iter().any(|u| page.replace_stamp(*u, unknown));
-                        }
-                    }
-                    return;
-                }
-            }
-        }
-    }
-
-    /// A page that remembers four other streams: ours waits for one of them and takes its place.
-    #[cold]
-    fn join_stamp(&self, page: &Page, ticket: Ticket, stream: Stream, slot: StreamSlot) {
-        let fences = &self.device.fences;
-        for user in page.users() {
-            let joined = matches!(fences.cover(user), Ok(Cover::Recorded | Cover::Passed))
-                && fences.stream_wait(stream, slot, user).is_ok_and(|waits| waits);
-            if joined && page.replace_stamp(user, ticket) {
-                return;
-            }
-        }
-        // None of them is recorded: the page is known to be free only after a context wait.
-        let unknown = fences.unrecorded_stamp();
-        let replaced = page.users().iter().any(|user| page.replace_stamp(*user, unknown));
-        debug_assert!(replaced || page.users().len() < 5, "a full page has a stamp to replace");
-    }
-
-    #[inline]
-    fn drop_pins(&self, bar: &Bar, hold: &Hold) -> Result<()> {
-        let mut result = Ok(());
-        for ((_, page), generation) in bar.table.pages(hold.pages.clone()).zip(&hold.generations) {
-            if let Err(error) = page.unpin(*generation) {
-                result = Err(error);
-            }
-        }
-        result
-    }
-
-    /// The pages of a captured use stay pinned until the graph is gone.
-    #[cold]
-    fn pin_to_graph(&self, bar: &Arc<Bar>, hold: Hold) -> Result<()> {
-        let stream = hold.stream;
-        let kept = Arc::clone(bar);
-        let release = move || {
-            for ((_, page), generation) in
-                kept.table.pages(hold.pages.clone()).zip(&hold.generations)
-            {
-                // Called on a driver thread: only the counts change, no fence is needed since a
-                // graph is destroyed after its launches are done.
-                let _ = page.unpin(*generation);
-            }
-        };
-        // When this fails the closure is dropped uncalled: the pages stay pinned for ever, which
-        // is safe, rather than be evicted under a graph that will be launched.
-        let retained = self.device.driver.graph_retain(stream, Box::new(release));
-        retained.map_err(|error: DriverError| {
-            let error = Error::from(error).context("pages stay pinned, no graph holds them");
-            self.device.note(error)
-        })
     }
 
     fn page_bytes(&self) -> u64 {

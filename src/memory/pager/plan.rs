@@ -6,6 +6,7 @@
 //! new frame under the budget, a free frame still in use, then victims by rank. Short queries of
 //! events are the only driver calls here; none of them waits.
 
+use std::collections::HashSet;
 use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
@@ -133,7 +134,7 @@ pub(super) fn plan(
         return Ok(Planned::Refuse(Reason::Capture));
     }
     let taken = below_watermark(state, device, &wanted, now)
-        .and_then(|()| take_frames(state, device, items, &wanted, usable));
+        .and_then(|()| take_frames(state, device, items, (&wanted, &protected), usable));
     Ok(match taken {
         Ok(claims) => Planned::Act(claims, protected),
         Err(Stop::Refuse(reason)) => Planned::Refuse(reason),
@@ -218,7 +219,7 @@ fn take_frames(
     state: &mut State,
     device: &Device,
     items: &[Item<'_>],
-    wanted: &[PageOf<'_>],
+    (wanted, protected): (&[PageOf<'_>], &[Protected]),
     usable: Usable,
 ) -> std::result::Result<Vec<Claim>, Stop> {
     let needed = wanted.len();
@@ -246,7 +247,10 @@ fn take_frames(
     if takes.len() < needed {
         let allowed = state.budget.allowed().0 / page_bytes;
         untake(state, takes);
-        return Err(blocked.stop(device, needed as u64 > allowed, state));
+        // What the request has already counts: it cannot give way to the rest of it.
+        let own: HashSet<_> = protected.iter().map(|own| (own.bar.id, own.page)).collect();
+        let too_large = (needed + own.len()) as u64 > allowed;
+        return Err(blocked.stop(device, too_large, state));
     }
     Ok(claim(wanted, takes, own, state))
 }

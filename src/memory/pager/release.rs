@@ -356,6 +356,10 @@ impl Pager {
     /// Closes a VBAR without blocking: pages go when their users have passed and their pins are
     /// gone, the reservation when its last page has gone.
     pub fn close_bar(&self, bar: &Arc<Bar>) {
+        // After a fork another thread's copy may hold the lock for ever.
+        if crate::process::ending() {
+            return;
+        }
         {
             let mut state = self.state.lock();
             let entry = state.bar_mut(bar.id);
