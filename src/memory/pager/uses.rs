@@ -24,6 +24,10 @@ impl Pager {
             return Ok(());
         }
         let Some(slot) = hold.slot else { return self.drop_pins(bar, &hold) };
+        if hold.kept && self.is_capturing(hold.stream) {
+            // All of its uses are in the graph, which has pins of its own.
+            return self.drop_pins(bar, &hold);
+        }
         self.stamp(bar, &hold, hold.stream, slot);
         if let Err(error) = self.cover_stamp(bar, &hold, slot) {
             // The stamps stay uncovered until the stream is used again, or the context is waited
@@ -31,6 +35,15 @@ impl Pager {
             log::warn!("no fence was recorded: {}", self.device.note(error));
         }
         self.drop_pins(bar, &hold)
+    }
+
+    #[cold]
+    fn is_capturing(&self, stream: Stream) -> bool {
+        let _context = match stream.is_implicit() {
+            true => self.device.enter_context().ok(),
+            false => None,
+        };
+        self.device.capture_state(stream).is_ok_and(|state| state == CaptureState::Active)
     }
 
     /// Records a fence behind a use that was just stamped, if it is time to and possible.
