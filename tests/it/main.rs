@@ -2,11 +2,14 @@
 
 #![expect(clippy::unwrap_used, reason = "in a test a panic is the report")]
 
+mod allocations;
 mod door;
 mod files;
+mod limits;
 mod scenarios;
 mod scenarios_failures;
 mod scenarios_life;
 mod scenarios_pressure;
 mod sim_device;
+mod streams;
 mod world;
