@@ -3,6 +3,7 @@
 #![expect(clippy::unwrap_used, reason = "in a test a panic is the report")]
 
 mod allocations;
+mod bound;
 mod door;
 mod files;
 mod limits;

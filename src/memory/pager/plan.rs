@@ -17,6 +17,7 @@ use crate::memory::frames::FrameIndex;
 use crate::memory::page_table::{Page, PageState, Pin, Ticket};
 use crate::memory::policy::{Rank, streaming_page_count};
 use crate::memory::vbar::Bar;
+use crate::options::Eviction;
 use crate::outcome::{Reason, WaitKind};
 use crate::sync::device::Device;
 use crate::sync::fence::Cover;
@@ -306,7 +307,7 @@ impl Blocked {
         match () {
             () if refused => Stop::Refuse(Reason::DriverMemory),
             () if too_large => Stop::Refuse(Reason::TooLarge),
-            () if self.pending > 0 && device.options.eviction == crate::options::Eviction::Strict => {
+            () if self.pending > 0 && device.options.eviction == Eviction::Strict => {
                 Stop::Wait(WaitKind::Frame)
             }
             () if self.pending > 0 => Stop::Refuse(Reason::FencePending),
@@ -389,9 +390,15 @@ impl Search<'_> {
         let missing = (self.needed - self.takes.len()) as u32;
         top_up_streaming(state, own.id, streaming_page_count(widest.max(missing)) as usize);
         let entry = state.bar(own.id);
-        let tail = entry.resident.range(entry.floor..).rev().copied();
-        let rest = tail.filter(|page| !entry.streaming.contains(page));
-        self.take_from(own, entry.streaming.iter().copied().chain(rest));
+        let pending_before = self.blocked.pending;
+        self.take_from(own, entry.streaming.iter().copied());
+        // Where the CPU waits for frames it waits for a streaming one, rather than take a page that
+        // is kept and was last used long ago.
+        let strict = self.device.options.eviction == Eviction::Strict;
+        if !strict || self.blocked.pending == pending_before {
+            let tail = entry.resident.range(entry.floor..).rev().copied();
+            self.take_from(own, tail.filter(|page| !entry.streaming.contains(page)));
+        }
         OwnVictims::Some
     }
 
