@@ -6,6 +6,7 @@ mod allocations;
 mod bound;
 mod door;
 mod files;
+mod forked;
 mod limits;
 mod scenarios;
 mod scenarios_failures;
