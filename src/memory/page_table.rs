@@ -8,6 +8,7 @@
 //! |-------------|-----------------------------------|------------------------------------------|
 //! | Absent      | Claimed                           | a fault, under the device's lock         |
 //! | Claimed     | Issued, Resident, Absent          | the claimer: published, or undone        |
+//! | Claimed     | Evicting                          | the claimer: its fill failed             |
 //! | Issued      | Resident                          | whoever sees the ready fence passed      |
 //! | Issued, Resident | Evicting                 | the evictor, pins 0, under the lock      |
 //! | Evicting    | Absent, or back (undone)          | the evictor, when the mapping is gone    |
@@ -68,7 +69,7 @@ impl PageState {
         matches!(
             (self, next),
             (S::Absent, S::Claimed)
-                | (S::Claimed, S::Issued | S::Resident | S::Absent | S::Quarantined)
+                | (S::Claimed, S::Issued | S::Resident | S::Absent | S::Evicting | S::Quarantined)
                 | (S::Issued, S::Resident | S::Evicting)
                 | (S::Resident, S::Evicting)
                 | (S::Evicting, S::Absent | S::Issued | S::Resident | S::Quarantined)

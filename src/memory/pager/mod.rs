@@ -2,15 +2,15 @@
 //!
 //! Owns the state of a device's memory behind one lock, and serves faults: a hit pins pages by
 //! their words alone; a miss plans the whole request under the lock (`plan`), carries it out with
-//! the lock released (`act`), and gives memory back under pressure (`release`). Waits happen with
-//! no lock held. Decides nothing that `policy` and `budget` can decide.
+//! the lock released (`act`), and gives memory back under pressure (`release`); `uses` remembers who
+//! used a page. Waits happen with no lock held. Decides nothing that `policy` and `budget` can decide.
 
 mod act;
 mod marks;
 mod plan;
 mod release;
 mod state;
-mod unpin;
+mod uses;
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -60,6 +60,8 @@ pub struct Hold {
     pub stream: Stream,
     /// `None` for `Stream::NONE`.
     pub slot: Option<StreamSlot>,
+    /// The pages are pinned to the graph that the stream captured into, too.
+    kept: bool,
 }
 
 /// Generations of the pages of a range. Of one page, the common case, without an allocation and in
@@ -145,9 +147,12 @@ impl Pager {
             false => None,
         };
         let (capture, slot) = self.device.inspect(stream)?;
-        if let Some((hold, ordered)) = self.pin(bar, pages.clone(), stream, slot)? {
+        if let Some((mut hold, ordered)) = self.pin(bar, pages.clone(), stream, slot)? {
             if !ordered {
                 self.order_or_unpin(bar, &hold, capture)?;
+            }
+            if capture == CaptureState::Active {
+                self.keep_or_unpin(bar, &mut hold)?;
             }
             self.device.counters.hits.raise();
             return Ok(Faulted::Resident(hold));
@@ -192,7 +197,7 @@ impl Pager {
             Pin::Pinned(word) => {
                 let ordered = word.state == PageState::Resident || self.is_ready(page, slot);
                 let generations = Generations::One(word.generation);
-                Ok(Some((Hold { pages, generations, stream, slot }, ordered)))
+                Ok(Some((Hold { pages, generations, stream, slot, kept: false }, ordered)))
             }
             Pin::Absent(_) => Ok(None),
             Pin::Full => Err(too_many_pins()),
@@ -211,7 +216,7 @@ impl Pager {
         let release = |generations: Vec<Generation>| {
             let pages = pages.start..pages.start + generations.len() as u32;
             let generations = Generations::Many(generations);
-            self.release_unused(bar, &Hold { pages, generations, stream, slot });
+            self.release_unused(bar, &Hold { pages, generations, stream, slot, kept: false });
         };
         for (_, page) in bar.table.pages(pages.clone()) {
             match page.pin() {
@@ -230,7 +235,7 @@ impl Pager {
             }
         }
         let generations = Generations::Many(generations);
-        Ok(Some((Hold { pages, generations, stream, slot }, ordered)))
+        Ok(Some((Hold { pages, generations, stream, slot, kept: false }, ordered)))
     }
 
     fn is_ready(&self, page: &Page, slot: Option<StreamSlot>) -> bool {
@@ -251,6 +256,8 @@ impl Pager {
         }
     }
 
+    /// In a scope of its own: waiting places and asks about events, which needs the context, and
+    /// would break a capture of another stream.
     #[cold]
     fn order_or_unpin(&self, bar: &Bar, hold: &Hold, capture: CaptureState) -> Result<()> {
         let ordered = self.device.enter().and_then(|_scope| self.order(bar, hold, capture));
@@ -316,9 +323,13 @@ impl Pager {
             // The pages are protected: only a forced end of run can come in between.
             let holds = self.pin_all(requests, stream, slot)?;
             drop(protected);
-            let Some(holds) = holds else { continue };
-            for (request, hold) in requests.iter().zip(&holds) {
-                if let Err(error) = self.order(request.bar, hold, capture) {
+            let Some(mut holds) = holds else { continue };
+            for (request, hold) in requests.iter().zip(&mut holds) {
+                let done = self.order(request.bar, hold, capture).and_then(|()| {
+                    hold.kept = capture == CaptureState::Active;
+                    if hold.kept { self.keep_for_graph(request.bar, hold) } else { Ok(()) }
+                });
+                if let Err(error) = done {
                     let all = requests.iter().zip(&holds);
                     all.for_each(|(request, hold)| self.release_unused(request.bar, hold));
                     return Err(error);
@@ -381,7 +392,11 @@ impl Pager {
         let mut patience = Patience::new(self);
         loop {
             self.device.check()?;
-            self.poll_budget(Poll::IfDue)?;
+            // After a refusal the cap that it set holds for this request: what the driver calls
+            // free then is what it has just refused.
+            if patience.refused_once.is_none() {
+                self.poll_budget(Poll::IfDue)?;
+            }
             self.reap()?;
             self.shrink()?;
             let planned = {

@@ -6,6 +6,7 @@
 //! new frame under the budget, a free frame still in use, then victims by rank. Short queries of
 //! events are the only driver calls here; none of them waits.
 
+use std::collections::HashSet;
 use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
@@ -140,7 +141,7 @@ pub(super) fn plan(
         return Ok(Planned::Wait(WaitKind::Frame));
     }
     let taken = below_watermark(state, device, &wanted, now)
-        .and_then(|()| take_frames(state, device, items, &wanted, usable));
+        .and_then(|()| take_frames(state, device, items, (&wanted, &protected), usable));
     Ok(match taken {
         Ok(claims) => Planned::Act(claims, protected),
         Err(Stop::Refuse(reason)) => Planned::Refuse(reason),
@@ -225,7 +226,7 @@ fn take_frames(
     state: &mut State,
     device: &Device,
     items: &[Item<'_>],
-    wanted: &[PageOf<'_>],
+    (wanted, protected): (&[PageOf<'_>], &[Protected]),
     usable: Usable,
 ) -> std::result::Result<Vec<Claim>, Stop> {
     let needed = wanted.len();
@@ -253,7 +254,10 @@ fn take_frames(
     if takes.len() < needed {
         let allowed = state.budget.allowed().0 / page_bytes;
         untake(state, takes);
-        return Err(blocked.stop(device, needed as u64 > allowed, state));
+        // What the request has already counts: it cannot give way to the rest of it.
+        let own: HashSet<_> = protected.iter().map(|own| (own.bar.id, own.page)).collect();
+        let too_large = (needed + own.len()) as u64 > allowed;
+        return Err(blocked.stop(device, too_large, state));
     }
     Ok(claim(wanted, takes, own, state))
 }
@@ -399,9 +403,15 @@ impl Search<'_> {
         let missing = (self.needed - self.takes.len()) as u32;
         top_up_streaming(state, own.id, streaming_page_count(widest.max(missing)) as usize);
         let entry = state.bar(own.id);
-        let tail = entry.resident.range(entry.floor..).rev().copied();
-        let rest = tail.filter(|page| !entry.streaming.contains(page));
-        self.take_from(own, entry.streaming.iter().copied().chain(rest));
+        let pending_before = self.blocked.pending;
+        self.take_from(own, entry.streaming.iter().copied());
+        // Where the CPU waits for frames it waits for a streaming one, rather than take a page that
+        // is kept and was last used long ago.
+        let strict = self.device.options.eviction == Eviction::Strict;
+        if !strict || self.blocked.pending == pending_before {
+            let tail = entry.resident.range(entry.floor..).rev().copied();
+            self.take_from(own, tail.filter(|page| !entry.streaming.contains(page)));
+        }
         OwnVictims::Some
     }
 

@@ -1,8 +1,7 @@
-//! Giving pins back: a stamp for each stream that used a page, before its pin count drops.
+//! What a use of pages leaves behind: stamps and fences, and pins that a captured graph holds.
 //!
-//! The stamp says which fence the page's frame has to wait for. A record that covers it is made
-//! now if it is time to, else by a later call on the same stream. Uses inside a captured graph keep
-//! their pins until the graph is gone.
+//! A stamp is on its pages before their pins go, so whoever finds a page without pins finds its
+//! users too. A use on a capturing stream leaves pins, since it happens again with every launch.
 
 use std::sync::Arc;
 
@@ -27,37 +26,47 @@ impl Pager {
             return Ok(());
         }
         let Some(slot) = hold.slot else { return self.drop_pins(bar, hold) };
-        let _context = match hold.stream.is_implicit() {
-            true => Some(self.device.enter_context()?),
-            false => None,
-        };
-        match self.device.capture_state(hold.stream) {
-            Ok(CaptureState::Active) => self.pin_to_graph(bar, hold),
-            Ok(CaptureState::None) => {
-                self.stamp(bar, hold, hold.stream, slot);
-                if self.device.fences.is_record_due(slot) {
-                    self.record_in_passing(hold.stream, slot);
-                }
-                self.drop_pins(bar, hold)
-            }
-            // Nothing can be recorded now, or the handle is no good any more: the stamps stay
-            // uncovered until the stream is used again, or the context is waited for.
-            Ok(_) | Err(_) => {
-                self.stamp(bar, hold, hold.stream, slot);
-                self.drop_pins(bar, hold)
-            }
+        if hold.kept && self.is_capturing(hold.stream) {
+            // All of its uses are in the graph, which has pins of its own.
+            return self.drop_pins(bar, hold);
         }
+        self.stamp(bar, hold, hold.stream, slot);
+        if let Err(error) = self.cover_stamp(bar, hold, slot) {
+            // The stamps stay uncovered until the stream is used again, or the context is waited
+            // for.
+            log::warn!("no fence was recorded: {}", self.device.note(error));
+        }
+        self.drop_pins(bar, hold)
     }
 
-    /// Records a fence on the caller's stream. A failure leaves the stamps uncovered, as if it had
-    /// not been time yet.
-    fn record_in_passing(&self, stream: Stream, slot: StreamSlot) {
-        let record = || {
-            let _scope = self.device.enter()?;
-            self.device.fences.record_in_passing(stream, slot)
+    #[cold]
+    fn is_capturing(&self, stream: Stream) -> bool {
+        let _context = match stream.is_implicit() {
+            true => self.device.enter_context().ok(),
+            false => None,
         };
-        if let Err(error) = record() {
-            log::warn!("no fence was recorded: {}", self.device.note(error));
+        self.device.capture_state(stream).is_ok_and(|state| state == CaptureState::Active)
+    }
+
+    /// Records a fence behind a use that was just stamped, if it is time to and possible.
+    #[inline]
+    fn cover_stamp(&self, bar: &Arc<Bar>, hold: &Hold, slot: StreamSlot) -> Result<()> {
+        let implicit = hold.stream.is_implicit();
+        let _context = if implicit { Some(self.device.enter_context()?) } else { None };
+        // The per-thread default stream is another one on another thread.
+        if implicit && self.device.fences.slot_of(hold.stream)? != Some(slot) {
+            return Ok(());
+        }
+        let capture = self.device.capture_state(hold.stream)?;
+        self.device.fences.note_capture(slot, capture != CaptureState::None);
+        match capture {
+            CaptureState::None if self.device.fences.is_record_due(slot) => {
+                let _scope = self.device.enter()?;
+                self.device.fences.record_in_passing(hold.stream, slot)
+            }
+            // What was faulted before the capture began and used in it.
+            CaptureState::Active if !hold.kept => self.keep_for_graph(bar, hold),
+            _ => Ok(()),
         }
     }
 
@@ -66,7 +75,8 @@ impl Pager {
     /// # Errors
     /// What the driver says of the stream.
     pub fn also_used_on(&self, bar: &Bar, hold: &Hold, stream: Stream) -> Result<()> {
-        let _context = self.device.enter_context()?;
+        self.device.check()?;
+        let _scope = self.device.enter()?;
         if let (CaptureState::None, Some(slot)) = self.device.inspect(stream)? {
             self.stamp(bar, hold, stream, slot);
             return self.device.fences.record(stream, slot).map(|_| ());
@@ -92,15 +102,22 @@ impl Pager {
                     log::warn!("a use is known to no fence: {}", self.device.note(error));
                     let unknown = self.device.fences.unrecorded_stamp();
                     for (_, page) in bar.table.pages(hold.pages.clone()) {
-                        if !page.stamp(unknown, |_| false) {
-                            let users = page.users();
-                            let _replaced = users.iter().any(|u| page.replace_stamp(*u, unknown));
-                        }
+                        self.stamp_page(page, unknown);
                     }
                     return;
                 }
             }
         }
+    }
+
+    /// Stamps a page with a ticket that no stream can be made to wait with. A page that remembers
+    /// four other streams is known to be free only after a context wait.
+    pub(super) fn stamp_page(&self, page: &Page, ticket: Ticket) {
+        if page.stamp(ticket, |other| self.device.fences.known_passed(other)) {
+            return;
+        }
+        let unknown = self.device.fences.unrecorded_stamp();
+        let _replaced = page.users().iter().any(|user| page.replace_stamp(*user, unknown));
     }
 
     /// A page that remembers four other streams: ours waits for one of them and takes its place.
@@ -135,24 +152,40 @@ impl Pager {
         result
     }
 
-    /// The pages of a captured use stay pinned until the graph is gone.
     #[cold]
-    fn pin_to_graph(&self, bar: &Arc<Bar>, hold: &Hold) -> Result<()> {
-        let (kept, pages) = (Arc::clone(bar), hold.pages.clone());
-        let generations = hold.generations.clone();
+    pub(super) fn keep_or_unpin(&self, bar: &Arc<Bar>, hold: &mut Hold) -> Result<()> {
+        let kept = self.keep_for_graph(bar, hold);
+        match kept {
+            Ok(()) => hold.kept = true,
+            Err(_) => self.release_unused(bar, hold),
+        }
+        kept
+    }
+
+    /// Pins the pages of a hold once more, until the graph that its stream captures into is gone.
+    #[cold]
+    pub(super) fn keep_for_graph(&self, bar: &Arc<Bar>, hold: &Hold) -> Result<()> {
+        let pages = hold.pages.clone();
+        let Some((pinned, _)) = self.pin(bar, pages.clone(), Stream::NONE, None)? else {
+            let text = "the pins were released by force while the stream was captured";
+            return Err(Error::new(ErrorCode::StaleToken, text));
+        };
+        let kept = Arc::clone(bar);
         let release = move || {
-            for ((_, page), generation) in kept.table.pages(pages).zip(generations.as_slice()) {
+            for ((_, page), generation) in
+                kept.table.pages(pages).zip(pinned.generations.as_slice())
+            {
                 // Called on a driver thread: only the counts change, no fence is needed since a
                 // graph is destroyed after its launches are done.
                 let _ = page.unpin(*generation);
             }
         };
-        // When this fails the closure is dropped uncalled: the pages stay pinned for ever, which
-        // is safe, rather than be evicted under a graph that will be launched.
+        // When this fails the closure is dropped uncalled, and the pins with it are given back
+        // here: no graph holds the pages, and the caller is told.
         let retained = self.device.driver.graph_retain(hold.stream, Box::new(release));
         retained.map_err(|error: DriverError| {
-            let error = Error::from(error).context("pages stay pinned, no graph holds them");
-            self.device.note(error)
+            self.release_unused(bar, hold);
+            self.device.note(Error::from(error).context("no graph holds the pages"))
         })
     }
 }
