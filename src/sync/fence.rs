@@ -111,8 +111,8 @@ impl Fences {
         self.eager.store(eager, Relaxed);
     }
 
-    /// Notes whether a stream is being captured: until it is seen again, or retired, that is what is
-    /// known of it.
+    /// Notes whether a stream is being captured: until it is seen again, or retired, that is what
+    /// is known of it.
     #[inline]
     pub fn note_capture(&self, slot: StreamSlot, capturing: bool) {
         if self.entry(slot).capturing.load(Relaxed) != capturing {

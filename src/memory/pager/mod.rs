@@ -2,8 +2,9 @@
 //!
 //! Owns the state of a device's memory behind one lock, and serves faults: a hit pins pages by
 //! their words alone; a miss plans the whole request under the lock (`plan`), carries it out with
-//! the lock released (`act`), and gives memory back under pressure (`release`); `uses` remembers who
-//! used a page. Waits happen with no lock held. Decides nothing that `policy` and `budget` can decide.
+//! the lock released (`act`), and gives memory back under pressure (`release`); `uses` remembers
+//! who used a page. Waits happen with no lock held. Decides nothing that `policy` and `budget` can
+//! decide.
 
 mod act;
 mod marks;
