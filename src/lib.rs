@@ -2,12 +2,47 @@
 //!
 //! A *VBAR* reserves device addresses at no cost; a *fault* puts physical memory behind them when
 //! a layer needs its weights; the *evictor* takes it back from the coldest pages; bound VBARs
-//! *fill* themselves from safetensors files.
+//! *fill* themselves from safetensors files. [`Runtime`] is where a program starts.
+//!
+//! # Two flows, one direction each
+//!
+//! ```text
+//! bytes      file -> page-locked slot (staging ring) -> copy (fill stream) -> frame -> tensor
+//! decisions  pressure -> budget -> policy -> plan -> pager -> driver
+//! ```
+//!
+//! A module imports only from lower rows, or from its own folder on its own row; `tests/tidy.rs`
+//! checks it. Each file opens with what it owns and what it leaves to others.
+//!
+//! ```text
+//! 9  ffi                                            bin: the command line
+//! 8  runtime        one per device: what a program opens
+//! 7  model/synth
+//! 5  memory/{pager, pins}    the one place where pages change hands
+//! 4  memory/{vbar, space, frames}                   copy/{staging, fill}
+//! 3  sync/{fence, device, wait, clock}              host: files, page-locked memory
+//! 2  memory/{page_table, policy, budget}  model/binding  copy/ring  host/safetensors     pure
+//! 1  driver/{cuda, sim}      the door
+//! 0  units  error  names  options  outcome  counters  process  sync/ticket  driver/code
+//! ```
+//!
+//! # Locks
+//!
+//! Three, taken in this order, and none of them held while anybody waits or a driver call is made
+//! that maps, copies or creates:
+//!
+//! 1. the pager's state, one per device;
+//! 2. a stream slot's ring of events (two are never held together);
+//! 3. the staging ring's order of slots.
+//!
+//! Locks that guard one lookup (the registry of runtimes, tokens, the filler's place) are taken
+//! alone. The hit path takes none.
 
 pub mod copy;
 pub mod counters;
 pub mod driver;
 pub mod error;
+pub mod ffi;
 pub mod host;
 pub mod memory;
 pub mod model;
@@ -23,3 +58,8 @@ pub use error::{Error, ErrorCode, Result};
 pub use options::RuntimeOptions;
 pub use outcome::{Reason, WaitKind};
 pub use runtime::{Allocation, AllocationFault, Fault, Guard, ModelBar, Runtime, Vbar};
+
+/// The README's programs are compiled with the documentation's tests.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;

@@ -11,6 +11,8 @@
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
 
+use crate::error::{Error, ErrorCode, Result};
+
 static EXITING: AtomicBool = AtomicBool::new(false);
 static ALIVE: OnceLock<&'static AtomicU8> = OnceLock::new();
 
@@ -32,6 +34,18 @@ pub fn watch() {
 pub fn ending() -> bool {
     EXITING.load(Ordering::Relaxed)
         || ALIVE.get().is_some_and(|alive| alive.load(Ordering::Relaxed) == 0)
+}
+
+/// Whether calls may be made.
+///
+/// # Errors
+/// `ProcessEnding`.
+#[inline]
+pub fn check() -> Result<()> {
+    if ending() {
+        return Err(Error::new(ErrorCode::ProcessEnding, "the process is ending or forked"));
+    }
+    Ok(())
 }
 
 extern "C" fn on_exit() {

@@ -30,6 +30,9 @@ pub struct Frame {
     pub place: Place,
     /// For a free frame: work that may still use it.
     pub users: Vec<Ticket>,
+    /// It is mapped at addresses too that could not be unmapped: releasing its handle would not
+    /// give its memory back.
+    stray: bool,
 }
 
 /// All frames of a device.
@@ -90,7 +93,7 @@ impl Frames {
     pub fn created(&mut self, handle: FrameHandle) -> FrameIndex {
         self.creating -= 1;
         self.held += 1;
-        let frame = Some(Frame { handle, place: Place::Mapped, users: Vec::new() });
+        let frame = Some(Frame { handle, place: Place::Mapped, users: Vec::new(), stray: false });
         match self.vacant.pop() {
             Some(index) => {
                 self.frames[index as usize] = frame;
@@ -134,13 +137,27 @@ impl Frames {
         self.free.push(index);
     }
 
-    /// Forgets a frame that the caller releases to the driver, and gives its handle out.
-    pub fn remove(&mut self, index: FrameIndex) -> FrameHandle {
+    /// Notes that a mapping of the frame could not be removed. It still serves pages; the driver
+    /// never gets it back.
+    pub fn note_stray(&mut self, index: FrameIndex) {
+        // A frame whose handle was released meanwhile has no entry to note it in.
+        if let Some(Some(frame)) = self.frames.get_mut(index as usize) {
+            frame.stray = true;
+        }
+    }
+
+    /// Forgets a frame that the caller releases to the driver, and gives its handle out. `None` for
+    /// one with a stray mapping, which goes into quarantine instead.
+    pub fn remove(&mut self, index: FrameIndex) -> Option<FrameHandle> {
+        if self.frame(index).stray {
+            self.quarantine(index);
+            return None;
+        }
         let frame = self.frames[index as usize].take().expect("a frame is removed once");
         debug_assert_eq!(frame.place, Place::Mapped, "only a taken frame is removed");
         self.vacant.push(index);
         self.held -= 1;
-        frame.handle
+        Some(frame.handle)
     }
 
     /// Sets a frame aside for good. It still counts as held: the driver still has it.
@@ -202,7 +219,7 @@ mod tests {
         assert!(frames.take_free(|users| users.is_empty().then(Vec::new)).is_none());
         let (again, users) = frames.take_free(|users| Some(users.to_vec())).unwrap();
         assert_eq!((again, users.len()), (one, 1));
-        assert_eq!(frames.remove(again), FrameHandle(1));
+        assert_eq!(frames.remove(again), Some(FrameHandle(1)));
         frames.quarantine_handle(FrameHandle(2));
         assert_eq!((frames.held(), frames.quarantined()), (1, 1));
         assert!(frames.is_valid());

@@ -8,6 +8,7 @@
 //! |-------------|-----------------------------------|------------------------------------------|
 //! | Absent      | Claimed                           | a fault, under the device's lock         |
 //! | Claimed     | Issued, Resident, Absent          | the claimer: published, or undone        |
+//! | Claimed     | Evicting                          | the claimer: its fill failed             |
 //! | Issued      | Resident                          | whoever sees the ready fence passed      |
 //! | Issued, Resident | Evicting                 | the evictor, pins 0, under the lock      |
 //! | Evicting    | Absent, or back (undone)          | the evictor, when the mapping is gone    |
@@ -68,7 +69,7 @@ impl PageState {
         matches!(
             (self, next),
             (S::Absent, S::Claimed)
-                | (S::Claimed, S::Issued | S::Resident | S::Absent | S::Quarantined)
+                | (S::Claimed, S::Issued | S::Resident | S::Absent | S::Evicting | S::Quarantined)
                 | (S::Issued, S::Resident | S::Evicting)
                 | (S::Resident, S::Evicting)
                 | (S::Evicting, S::Absent | S::Issued | S::Resident | S::Quarantined)
@@ -386,7 +387,10 @@ impl PageTable {
     #[must_use]
     pub fn page(&self, index: PageIndex) -> &Page {
         let chunk = &self.chunks[index.0 as usize / CHUNK];
-        let pages = chunk.get_or_init(|| Box::new(std::array::from_fn(|_| Page::default())));
+        let pages = match chunk.get() {
+            Some(pages) => pages,
+            None => touch(chunk),
+        };
         &pages[index.0 as usize % CHUNK]
     }
 
@@ -406,6 +410,11 @@ impl PageTable {
             },
         )
     }
+}
+
+#[cold]
+fn touch(chunk: &OnceLock<Box<[Page; CHUNK]>>) -> &[Page; CHUNK] {
+    chunk.get_or_init(|| Box::new(std::array::from_fn(|_| Page::default())))
 }
 
 /// One character for a page, as in this module's table.

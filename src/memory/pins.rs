@@ -15,8 +15,14 @@ use crate::sync::Mutex;
 pub struct Token(pub u64);
 
 #[derive(Default)]
+struct Entry {
+    generation: u32,
+    held: Option<(Arc<Bar>, Hold)>,
+}
+
+#[derive(Default)]
 struct Entries {
-    entries: Vec<(u32, Option<(Arc<Bar>, Hold)>)>,
+    entries: Vec<Entry>,
     vacant: Vec<u32>,
 }
 
@@ -31,13 +37,13 @@ impl Pins {
     pub fn put(&self, bar: Arc<Bar>, hold: Hold) -> Token {
         let mut table = self.entries.lock();
         let index = table.vacant.pop().unwrap_or_else(|| {
-            table.entries.push((0, None));
+            table.entries.push(Entry::default());
             (table.entries.len() - 1) as u32
         });
         let entry = &mut table.entries[index as usize];
-        entry.0 += 1;
-        entry.1 = Some((bar, hold));
-        Token(u64::from(entry.0) << 32 | u64::from(index))
+        entry.generation += 1;
+        entry.held = Some((bar, hold));
+        Token(u64::from(entry.generation) << 32 | u64::from(index))
     }
 
     /// Takes a hold back out, once.
@@ -48,8 +54,8 @@ impl Pins {
         let mut table = self.entries.lock();
         let (generation, index) = ((token.0 >> 32) as u32, token.0 as u32);
         let entry = table.entries.get_mut(index as usize);
-        let hold = entry.filter(|entry| entry.0 == generation).and_then(|entry| entry.1.take());
-        let Some(hold) = hold else {
+        let entry = entry.filter(|entry| entry.generation == generation);
+        let Some(held) = entry.and_then(|entry| entry.held.take()) else {
             let text = format!("token {:#x} holds no pins", token.0);
             return Err(Error::new(ErrorCode::StaleToken, text));
         };
@@ -57,6 +63,6 @@ impl Pins {
         if generation < u32::MAX {
             table.vacant.push(index);
         }
-        Ok(hold)
+        Ok(held)
     }
 }

@@ -1,28 +1,41 @@
 //! An allocation in a bare VBAR: knows whether its bytes are still those that were written.
 //!
 //! Valid means that a fill was committed and every page still has the generation that it had then.
-//! One caller fills at a time. The state is atomic, so that a hit takes no lock.
+//! One caller fills at a time. The state is one atomic word with a count of its changes, so that a
+//! hit takes no lock and sees generations and fence of one commit.
 
 use std::ops::Range;
 use std::sync::Arc;
 
 use super::bar::{Fault, Guard, VbarInner};
 use crate::driver::CaptureState;
-use crate::error::Result;
+use crate::error::{Error, ErrorCode, Result};
 use crate::outcome::{Reason, WaitKind};
 use crate::sync::ticket::Ticket;
-use crate::sync::{AcqRel, Acquire, AtomicU32, AtomicU64, Relaxed, Release};
+use crate::sync::{AcqRel, Acquire, AtomicU64, Relaxed, Release};
 use crate::units::{DeviceAddress, Generation, Stream};
 
-const EMPTY: u32 = 0;
-const FILLING: u32 = 1;
-const VALID: u32 = 2;
+/// Never written.
+const NEW: u64 = 0;
+/// One caller writes.
+const FILLING: u64 = 1;
+/// The bytes are those of the last commit, while the pages keep their generations.
+const VALID: u64 = 2;
+/// Written and not valid: who writes next comes after what was enqueued before.
+const STALE: u64 = 3;
+const KIND: u64 = 3;
+const CHANGE: u64 = KIND + 1;
+
+/// The word after a change to `kind`.
+fn changed(word: u64, kind: u64) -> u64 {
+    (word & !KIND).wrapping_add(CHANGE) | kind
+}
 
 /// A piece of a bare VBAR with contents of its own.
 pub struct Allocation {
     vbar: Arc<VbarInner>,
     range: Range<u64>,
-    state: AtomicU32,
+    state: AtomicU64,
     /// Generations of the pages at the last commit.
     generations: Box<[AtomicU64]>,
     /// After this ticket the committed bytes are in place.
@@ -47,7 +60,7 @@ impl Allocation {
     pub(super) fn new(vbar: Arc<VbarInner>, range: Range<u64>) -> Self {
         let pages = vbar.bar.page_size.pages_of(&range);
         let generations = pages.map(|_| AtomicU64::new(0)).collect();
-        let (state, ready) = (AtomicU32::new(EMPTY), AtomicU64::new(0));
+        let (state, ready) = (AtomicU64::new(NEW), AtomicU64::new(0));
         Self { vbar, range, state, generations, ready }
     }
 
@@ -75,27 +88,39 @@ impl Allocation {
         };
         loop {
             let state = self.state.load(Acquire);
-            if state == VALID && self.is_valid_for(guard.signature()) {
-                self.order(&guard)?;
-                return Ok(AllocationFault::Resident(guard));
-            }
-            if state == FILLING {
+            if state & KIND == FILLING {
                 guard.release_unused();
                 return Ok(AllocationFault::Busy);
             }
-            // From Empty or from a Valid whose pages lost their bytes.
-            if self.state.compare_exchange(state, FILLING, AcqRel, Acquire).is_ok() {
-                // Pages that kept their frames may still be in use elsewhere: those of an
-                // allocation that lost only some of its pages, or whose fill was given up.
-                let pager = self.vbar.runtime.pager();
-                if let Err(error) = pager.order_after_users(&self.vbar.bar, guard.hold()) {
-                    self.state.store(EMPTY, Release);
-                    return Err(error);
+            let kept = self.pages_kept(guard.signature());
+            let ready = Ticket::from_bits(self.ready.load(Acquire));
+            if state & KIND == VALID && kept == guard.signature().len() {
+                if self.state.load(Acquire) != state {
+                    continue;
                 }
-                return Ok(AllocationFault::Refill(FillGuard {
-                    allocation: self,
-                    guard: Some(guard),
-                }));
+                self.order(&guard, &[ready])?;
+                return Ok(AllocationFault::Resident(guard));
+            }
+            if self.is_captured(&guard)? {
+                guard.release_unused();
+                return Ok(self.refuse(Reason::Capture));
+            }
+            let filling = changed(state, FILLING);
+            if self.state.compare_exchange(state, filling, AcqRel, Acquire).is_ok() {
+                let fill = FillGuard { allocation: self, guard: Some(guard) };
+                // Pages that were not lost may still be in use: the writer comes after that.
+                if state & KIND == STALE || (state & KIND == VALID && kept > 0) {
+                    let mut users = fill.users();
+                    users.push(ready);
+                    match self.order(fill.guard(), &users) {
+                        // No fence covers a use, and the CPU may not wait for the context.
+                        Err(error) if error.code() == ErrorCode::Unsupported => {
+                            return Ok(self.refuse(Reason::FenceUnknown));
+                        }
+                        ordered => ordered?,
+                    }
+                }
+                return Ok(AllocationFault::Refill(fill));
             }
         }
     }
@@ -118,24 +143,48 @@ impl Allocation {
 
     /// The bytes are no good any more: the next fault asks for a refill. Not during a fill.
     pub fn invalidate(&self) {
-        let _ = self.state.compare_exchange(VALID, EMPTY, AcqRel, Relaxed);
+        let state = self.state.load(Acquire);
+        if state & KIND == VALID {
+            let _ = self.state.compare_exchange(state, changed(state, STALE), AcqRel, Relaxed);
+        }
     }
 
-    /// The pages are pinned: if they have the committed generations now, they keep them.
-    fn is_valid_for(&self, signature: &[Generation]) -> bool {
+    fn refuse(&self, reason: Reason) -> AllocationFault<'_> {
+        self.vbar.runtime.device().counters.refuse(reason);
+        AllocationFault::Offloaded(reason)
+    }
+
+    /// Ends a fill; nobody else changes the state during one.
+    fn settle(&self, kind: u64) {
+        let state = self.state.load(Relaxed);
+        self.state.store(changed(state, kind), Release);
+    }
+
+    /// Pages that have their committed generations; pinned, they keep them.
+    fn pages_kept(&self, signature: &[Generation]) -> usize {
         let committed = self.generations.iter().map(|generation| generation.load(Acquire));
-        committed.eq(signature.iter().map(|generation| generation.0))
+        committed.zip(signature).filter(|(committed, now)| *committed == now.0).count()
     }
 
-    fn order(&self, guard: &Guard<'_>) -> Result<()> {
-        let ready = Ticket::from_bits(self.ready.load(Acquire));
+    fn is_captured(&self, guard: &Guard<'_>) -> Result<bool> {
+        let stream = guard.hold().stream;
+        if stream.is_none() {
+            return Ok(false);
+        }
+        let device = self.vbar.runtime.device();
+        let _context = device.enter_context()?;
+        Ok(device.capture_state(stream)? != CaptureState::None)
+    }
+
+    /// Lets the guard's stream, or the CPU, come after the tickets.
+    fn order(&self, guard: &Guard<'_>, tickets: &[Ticket]) -> Result<()> {
         let hold = guard.hold();
         let device = self.vbar.runtime.device();
-        let ordered = match hold.slot {
-            Some(slot) => device.fences.ordered_before(ready, slot),
-            None => device.fences.known_passed(ready),
+        let ordered = |ticket: &&Ticket| match hold.slot {
+            Some(slot) => device.fences.ordered_before(**ticket, slot),
+            None => device.fences.known_passed(**ticket),
         };
-        if ordered {
+        if tickets.iter().all(|ticket| ordered(&ticket)) {
             return Ok(());
         }
         let _scope = device.enter()?;
@@ -143,7 +192,11 @@ impl Allocation {
             true => CaptureState::None,
             false => device.capture_state(hold.stream)?,
         };
-        self.vbar.runtime.pager().order_after(ready, hold.stream, hold.slot, capture)
+        let pager = self.vbar.runtime.pager();
+        tickets
+            .iter()
+            .filter(|ticket| !ordered(ticket))
+            .try_for_each(|ticket| pager.order_after(*ticket, hold.stream, hold.slot, capture))
     }
 }
 
@@ -175,31 +228,51 @@ impl<'a> FillGuard<'a> {
     /// What the driver says of the fence; the allocation asks for a refill again then.
     pub fn commit(mut self, stream: Stream) -> Result<Guard<'a>> {
         let allocation = self.allocation;
-        let device = allocation.vbar.runtime.device();
-        let ready = {
-            let _scope = device.enter()?;
-            match device.fences.slot_of(stream)? {
-                Some(slot) => device.fences.record(stream, slot)?,
-                None => Ticket::NONE,
-            }
-        };
+        let ready = self.record(stream)?;
         let guard = self.guard.take().expect("a fill guard holds until it is consumed");
         for (place, generation) in allocation.generations.iter().zip(guard.signature()) {
-            place.store(generation.0, Relaxed);
+            place.store(generation.0, Release);
         }
-        allocation.ready.store(ready.to_bits(), Relaxed);
-        allocation.state.store(VALID, Release);
+        allocation.ready.store(ready.to_bits(), Release);
+        allocation.settle(VALID);
         Ok(guard)
+    }
+
+    /// A fence behind the writes.
+    fn record(&self, stream: Stream) -> Result<Ticket> {
+        let device = self.allocation.vbar.runtime.device();
+        device.check()?;
+        let _scope = device.enter()?;
+        match device.inspect(stream)? {
+            (_, None) => Ok(Ticket::NONE),
+            (CaptureState::None, Some(slot)) => {
+                device.fences.record(stream, slot).map_err(|error| device.note(error))
+            }
+            _ => {
+                let text = "bytes that a graph will write cannot be committed";
+                Err(Error::new(ErrorCode::Unsupported, text))
+            }
+        }
+    }
+
+    fn guard(&self) -> &Guard<'a> {
+        self.guard.as_ref().expect("a fill guard holds until it is consumed")
+    }
+
+    /// What may still use the pages.
+    fn users(&self) -> Vec<Ticket> {
+        let table = &self.allocation.vbar.bar.table;
+        table.pages(self.guard().hold().pages.clone()).flat_map(|(_, page)| page.users()).collect()
     }
 }
 
 impl Drop for FillGuard<'_> {
     fn drop(&mut self) {
-        // The guard, where it is still here, unpins with a stamp: writes may have been enqueued.
-        // Only then may another caller fill, who waits for the stamp.
+        // The guard unpins with a stamp: writes may have been enqueued. Before the state changes, so
+        // that the next writer finds the stamp.
         if let Some(guard) = self.guard.take() {
             drop(guard);
-            self.allocation.state.store(EMPTY, Release);
+            self.allocation.settle(STALE);
         }
     }
 }

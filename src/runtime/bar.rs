@@ -245,7 +245,7 @@ impl<'a> Guard<'a> {
     /// page has lost its bytes since. Never repeats in a process.
     #[must_use]
     pub fn signature(&self) -> &[Generation] {
-        self.hold.as_ref().map_or(&[], |hold| &hold.generations)
+        self.hold.as_ref().map_or(&[], |hold| hold.generations.as_slice())
     }
 
     /// Remembers that another stream uses the range too; call it after that work was enqueued.

@@ -76,6 +76,7 @@ impl Runtime {
         device: DeviceOrdinal,
         options: RuntimeOptions,
     ) -> Result<Self> {
+        process::check()?;
         let mut registry = REGISTRY.lock();
         registry.retain(|entry| entry.runtime.strong_count() > 0);
         if let Some(runtime) = find(&registry, &driver, device) {
@@ -97,6 +98,7 @@ impl Runtime {
     /// # Errors
     /// `DeviceNotRegistered` when it is not.
     pub fn opened(driver: &Arc<dyn Driver>, device: DeviceOrdinal) -> Result<Self> {
+        process::check()?;
         find(&REGISTRY.lock(), driver, device).ok_or_else(|| {
             let text = format!("device {device} was not opened; open it first");
             Error::new(ErrorCode::DeviceNotRegistered, text)
@@ -211,6 +213,7 @@ impl Runtime {
     /// # Errors
     /// `InvalidArgument` for more than the device's memory; as [`Runtime::set_budget`].
     pub fn set_headroom(&self, bytes: u64) -> Result<()> {
+        self.device().check()?;
         let total = self.device().driver.device_total_mem(self.ordinal())?;
         if bytes > total {
             let text = format!("a headroom of {bytes} bytes on a device of {total}");
@@ -320,10 +323,11 @@ impl Drop for Inner {
     fn drop(&mut self) {
         self.pager.close();
         let device = &self.pager.device;
-        if self.primary == Primary::Retained && device.check().is_ok() {
-            if let Err(error) = device.driver.device_primary_ctx_release(device.ordinal) {
-                log::warn!("closing device {}: {error}", device.ordinal);
-            }
+        if self.primary == Primary::Retained
+            && device.check().is_ok()
+            && let Err(error) = device.driver.device_primary_ctx_release(device.ordinal)
+        {
+            log::warn!("closing device {}: {error}", device.ordinal);
         }
     }
 }
@@ -358,7 +362,7 @@ fn probe_addresses(
         Err(error) => return Err(error.into()),
     }
     let granularity = driver.mem_get_allocation_granularity(device)?;
-    if granularity == 0 || page_size.bytes() % granularity != 0 {
+    if granularity == 0 || !page_size.bytes().is_multiple_of(granularity) {
         let text = format!(
             "pages of {} bytes are no multiple of device {device}'s granularity, {granularity}",
             page_size.bytes()

@@ -63,9 +63,7 @@ impl Device {
     /// `ProcessEnding` or `DeviceLost`.
     #[inline]
     pub fn check(&self) -> Result<()> {
-        if process::ending() {
-            return Err(Error::new(ErrorCode::ProcessEnding, "the process is ending or forked"));
-        }
+        process::check()?;
         if self.lost.load(Relaxed) {
             let text = format!("device {} is lost after a sticky driver error", self.ordinal);
             return Err(Error::new(ErrorCode::DeviceLost, text));
@@ -124,6 +122,9 @@ impl Device {
         }
         let capture = self.capture_state(stream)?;
         let slot = self.fences.slot_of(stream).map_err(|error| self.note(error))?;
+        if let Some(slot) = slot {
+            self.fences.note_capture(slot, capture != CaptureState::None);
+        }
         Ok((capture, slot))
     }
 
@@ -167,19 +168,22 @@ impl Device {
         Ok(())
     }
 
-    /// Whether the CPU may wait for the whole context now.
+    /// Whether the CPU may wait for the whole context now: not while a known stream is being
+    /// captured, whose capture that would break.
     #[must_use]
     pub fn may_wait_for_context(&self) -> bool {
-        self.options.context_waits == ContextWaits::Allowed
+        self.options.context_waits == ContextWaits::Allowed && !self.fences.is_capture_known()
     }
 
     /// Waits for the whole context, counted.
     ///
     /// # Errors
-    /// `Unsupported` when the options forbid it, or what the driver says.
+    /// `Unsupported` when the options forbid it or a known stream is being captured, or what the
+    /// driver says.
     pub fn context_wait(&self) -> Result<()> {
         if !self.may_wait_for_context() {
-            let text = "a use that no fence covers, and waits for the context are off";
+            let text = "a use that no fence covers, and waits for the context are off, or a stream \
+                        is being captured";
             return Err(Error::new(ErrorCode::Unsupported, text));
         }
         let _counted = self.wait(WaitKind::Context);

@@ -17,7 +17,7 @@ use crate::driver::{Driver, DriverCode, Event};
 use crate::error::{Error, ErrorCode, Result};
 use crate::sync::clock::Ticks;
 use crate::sync::ticket::Ticket;
-use crate::sync::{AcqRel, Acquire, AtomicBool, AtomicU64, Mutex, Relaxed, Release};
+use crate::sync::{AcqRel, Acquire, AtomicBool, AtomicU32, AtomicU64, Mutex, Relaxed, Release};
 use crate::units::Stream;
 
 /// Streams of one context that can be known at a time.
@@ -50,8 +50,10 @@ struct Slot {
     /// The highest sequence recorded, and known to have passed.
     recorded: AtomicU64,
     passed: AtomicU64,
-    /// The clock's reading at the last record.
+    /// The clock's reading at the last record, or when the stream was first seen.
     recorded_at: AtomicU64,
+    /// The stream was being captured when it was seen last.
+    capturing: AtomicBool,
     /// Per other slot, the highest sequence that this stream waits for already.
     waited: Box<[AtomicU64]>,
     ring: Mutex<Ring>,
@@ -84,6 +86,8 @@ pub struct Fences {
     ticks: Ticks,
     /// Set while VBARs exceed the budget: every unpin records at once.
     eager: AtomicBool,
+    /// Slots that are `capturing`.
+    capture_count: AtomicU32,
 }
 
 impl Fences {
@@ -98,12 +102,39 @@ impl Fences {
             started: Instant::now(),
             ticks: Ticks::new(record_interval),
             eager: AtomicBool::new(false),
+            capture_count: AtomicU32::new(0),
         }
     }
 
     /// Whether unpins record at once (VBARs exceed the budget) or now and then.
     pub fn set_eager(&self, eager: bool) {
         self.eager.store(eager, Relaxed);
+    }
+
+    /// Notes whether a stream is being captured: until it is seen again, or retired, that is what
+    /// is known of it.
+    #[inline]
+    pub fn note_capture(&self, slot: StreamSlot, capturing: bool) {
+        if self.entry(slot).capturing.load(Relaxed) != capturing {
+            self.change_capture(self.entry(slot), capturing);
+        }
+    }
+
+    #[cold]
+    fn change_capture(&self, slot: &Slot, capturing: bool) {
+        if slot.capturing.swap(capturing, AcqRel) != capturing {
+            match capturing {
+                true => self.capture_count.fetch_add(1, AcqRel),
+                false => self.capture_count.fetch_sub(1, AcqRel),
+            };
+        }
+    }
+
+    /// Whether a known stream was being captured when it was seen last. To wait for its context
+    /// would break the capture.
+    #[must_use]
+    pub fn is_capture_known(&self) -> bool {
+        self.capture_count.load(Acquire) > 0
     }
 
     /// The slot of a stream, found by its id or made. The handle must be valid, and for an
@@ -281,6 +312,7 @@ impl Fences {
         if entry.stamped.load(Acquire) > entry.recorded.load(Acquire) {
             self.record(stream, slot)?;
         }
+        self.change_capture(entry, false);
         entry.id.store(RETIRED, Release);
         Ok(())
     }
@@ -356,6 +388,8 @@ impl Fences {
                 };
                 if reusable {
                     slot.id.store(id, Release);
+                    slot.recorded_at.store(self.ticks.now(), Relaxed);
+                    self.change_capture(slot, false);
                     slot.waited.iter().for_each(|waited| waited.store(0, Release));
                     return Ok(StreamSlot { index: index as u16, id });
                 }
@@ -419,6 +453,7 @@ impl Slot {
             recorded: AtomicU64::new(0),
             passed: AtomicU64::new(0),
             recorded_at: AtomicU64::new(0),
+            capturing: AtomicBool::new(false),
             waited: (0..=SLOT_COUNT).map(|_| AtomicU64::new(0)).collect(),
             ring: Mutex::new(Ring::default()),
         }

@@ -2,10 +2,18 @@
 
 #![expect(clippy::unwrap_used, reason = "in a test a panic is the report")]
 
+mod allocations;
+mod bound;
 mod cli;
 mod door;
 mod files;
+mod forked;
+mod limits;
 mod refill;
 mod scenarios;
+mod scenarios_failures;
+mod scenarios_life;
+mod scenarios_pressure;
 mod sim_device;
+mod streams;
 mod world;

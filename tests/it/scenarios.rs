@@ -2,9 +2,9 @@
 
 use vbar::Reason;
 use vbar::driver::sim::Verb;
-use vbar::driver::{Driver, DriverCode};
+use vbar::driver::DriverCode;
 
-use crate::world::{DEVICE, P, World, fault, resident};
+use crate::world::{DEVICE, World, fault, resident};
 
 #[test]
 fn scenario_1_not_ready_once_is_retried() {
@@ -61,9 +61,5 @@ fn bars_close_and_leave_nothing() {
     world.runtime.trim(0).unwrap();
     assert_eq!(world.used(), 0);
     world.check();
-    let World { sim, runtime, stream } = world;
-    sim.stream_destroy(stream).unwrap();
-    drop(runtime);
-    assert_eq!((sim.live_frames(DEVICE), sim.live_events(), sim.live_streams()), (0, 0, 0));
-    let _ = P;
+    world.check_shut();
 }

@@ -102,12 +102,16 @@ impl Core {
         body: impl FnOnce(&Arc<Core>) + Send + 'static,
     ) {
         let core = self.clone();
-        *self.threads.lock() += 1;
+        *self.threads.count.lock() += 1;
+        let threads = Arc::clone(&self.threads);
         let thread = std::thread::Builder::new().name(name).spawn(move || {
             OURS.set(true);
             body(&core);
-            *core.threads.lock() -= 1;
-            core.thread_ended.notify_all();
+            // First the device, then the count: who waits for the thread may ask at once for the
+            // memory that the device held.
+            drop(core);
+            *threads.count.lock() -= 1;
+            threads.ended.notify_all();
         });
         // As with a real device, a program that cannot have its threads cannot go on.
         thread.expect("the simulated device needs a thread");
@@ -124,10 +128,10 @@ impl Core {
         // What a graph retained may hold the last handle of the device, and be dropped on a thread
         // of ours: that one cannot be waited for.
         let own = usize::from(OURS.get());
-        let mut threads = self.threads.lock();
-        self.thread_ended.notify_all();
-        while *threads > own {
-            self.thread_ended.wait_for(&mut threads, LOOK);
+        let mut count = self.threads.count.lock();
+        self.threads.ended.notify_all();
+        while *count > own {
+            self.threads.ended.wait_for(&mut count, LOOK);
         }
     }
 
@@ -187,8 +191,8 @@ impl Core {
         while !self.is_stopping() {
             {
                 // Woken early by threads that end, which does no harm, and by the shutdown.
-                let mut threads = self.threads.lock();
-                self.thread_ended.wait_for(&mut threads, IDLE);
+                let mut count = self.threads.count.lock();
+                self.threads.ended.wait_for(&mut count, IDLE);
             }
             let now = self.activity.load(Ordering::Relaxed);
             if now == seen {

@@ -81,8 +81,7 @@ struct Core {
     seeded: Option<Mutex<random::Random>>,
     activity: AtomicU64,
     stopping: AtomicBool,
-    threads: Mutex<usize>,
-    thread_ended: Condvar,
+    threads: Arc<Threads>,
 }
 
 /// Violations that are kept; a broken program makes many.
@@ -144,8 +143,7 @@ impl Sim {
             seeded: options.seed.map(|seed| Mutex::new(random::Random::new(seed))),
             activity: AtomicU64::new(0),
             stopping: AtomicBool::new(false),
-            threads: Mutex::new(0),
-            thread_ended: Condvar::new(),
+            threads: Arc::default(),
             options,
         });
         if core.seeded.is_some() {
@@ -153,6 +151,14 @@ impl Sim {
         }
         Arc::new(Self { core })
     }
+}
+
+/// Threads of a simulated device that have not ended. Apart from [`Core`], so that a thread can say
+/// that it holds no part of the device any more.
+#[derive(Default)]
+struct Threads {
+    count: Mutex<usize>,
+    ended: Condvar,
 }
 
 impl Drop for Sim {

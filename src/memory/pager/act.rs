@@ -223,7 +223,10 @@ impl Pager {
         if users.is_empty() {
             match self.unmap(victim) {
                 Ok(()) => victim.entry().settle(PageState::Absent),
-                Err(error) => self.quarantine_page(victim, &error),
+                Err(error) => {
+                    self.quarantine_page(victim, &error);
+                    self.state.lock().frames.note_stray(victim.frame);
+                }
             }
             return;
         }
@@ -248,7 +251,11 @@ impl Pager {
             let start = claim.bar.page_size.offset_of(claim.page);
             let target = start..start + self.page_bytes();
             let job = FillJob { bound, base: claim.bar.space.base, target };
-            return self.filler().and_then(|filler| filler.fill(&job)).map_err(Some);
+            let filler = self.filler().map_err(Some)?;
+            let ticket = filler.fill(&job).map_err(Some)?;
+            // A page between tensors has no copies; its frame's former users count all the same.
+            let idle = ticket.is_none() && !claim.users.is_empty();
+            return if idle { filler.fence().map_err(Some) } else { Ok(ticket) };
         }
         if claim.users.is_empty() {
             return Ok(Ticket::NONE);
@@ -275,10 +282,9 @@ impl Pager {
         Protected::new(Arc::clone(&claim.bar), claim.page, generation)
     }
 
-    /// Takes a committed page back whose bytes did not arrive. Copies may be under way to it.
+    /// Takes a committed page back whose bytes did not arrive. Copies may be under way to it, and
+    /// the frame's former users may not be done. Nobody can pin it in between.
     fn withdraw(&self, claim: &Claim, frame: FrameIndex) {
-        // The frame's former users, whom the caller's stream may be the only one to wait for, and
-        // the copies of a fill.
         let mut users = claim.users.clone();
         if claim.bar.bound().is_some() {
             // A fence that nobody records never passes: without one the copies are waited for.
@@ -290,9 +296,7 @@ impl Pager {
         }
         let page = claim.entry();
         page.set_frame(frame);
-        page.publish(PageState::Issued, 0, Ticket::NONE);
-        let evicting = page.start_evicting();
-        debug_assert!(evicting.is_ok(), "the page was ours");
+        page.settle(PageState::Evicting);
         let lingering = Lingering {
             bar: Arc::clone(&claim.bar),
             page: claim.page,
@@ -305,22 +309,25 @@ impl Pager {
     /// Undoes everything before the commit point.
     fn undo(&self, placed: Vec<Placed>) {
         for entry in placed {
-            let Placed { claim, handle, frame, mapped } = entry;
+            let Placed { claim, frame, mapped, .. } = entry;
             let lost = mapped && self.undo_mapping(&claim);
             let mut state = self.state.lock();
             match (&claim.take, frame) {
                 (Take::Victim(victim), _) => {
                     victim.entry().settle(PageState::Issued);
                     state.add_resident(victim.bar.id, victim.page, false);
+                    if lost {
+                        state.frames.note_stray(victim.frame);
+                    }
                 }
                 (Take::Free(frame), _) if lost => state.frames.quarantine(*frame),
                 (Take::Free(frame), _) => state.frames.put_free(*frame, claim.users.clone()),
                 (Take::Create, None) => state.frames.cancel_creating(1),
                 (Take::Create, Some(frame)) if lost => state.frames.quarantine(frame),
                 (Take::Create, Some(frame)) => {
-                    state.frames.remove(frame);
+                    let handle = state.frames.remove(frame);
                     drop(state);
-                    self.release_handle(handle);
+                    handle.map(|handle| self.release_handle(handle));
                 }
             }
             if !lost {
@@ -349,13 +356,15 @@ impl Pager {
         self.retry(|| self.device.driver.mem_unmap(address, self.page_bytes()))
     }
 
-    /// Gives a handle back to the driver; sets it aside when that fails.
-    pub(super) fn release_handle(&self, handle: FrameHandle) {
-        if let Err(error) = self.retry(|| self.device.driver.mem_release(handle)) {
-            log::error!("frame {:#x} is quarantined: {error}", handle.0);
-            self.device.note(error.into());
-            self.state.lock().frames.quarantine_handle(handle);
-        }
+    /// Gives a handle back to the driver; sets it aside when that fails. Returns whether it went.
+    pub(super) fn release_handle(&self, handle: FrameHandle) -> bool {
+        let Err(error) = self.retry(|| self.device.driver.mem_release(handle)) else {
+            return true;
+        };
+        log::error!("frame {:#x} is quarantined: {error}", handle.0);
+        self.device.note(error.into());
+        self.state.lock().frames.quarantine_handle(handle);
+        false
     }
 
     /// An evicted page whose mapping cannot be removed: its addresses are lost.

@@ -4,12 +4,14 @@ use std::sync::Arc;
 
 use super::state::{BarState, State};
 use super::{Pager, Poll};
+use crate::driver::CaptureState;
 use crate::error::{Error, ErrorCode, Result};
 use crate::memory::budget::BudgetSource;
 use crate::memory::page_table::{PageState, draw};
 use crate::memory::policy::{Healing, Rank};
 use crate::memory::space::{self, Space};
 use crate::memory::vbar::Bar;
+use crate::sync::ticket::Ticket;
 use crate::units::{Generation, PageIndex, Stream};
 
 /// Largest VBAR: 2^31 pages.
@@ -251,9 +253,15 @@ impl Pager {
     ) -> Result<Vec<(PageIndex, u32)>> {
         self.device.check()?;
         let _scope = self.device.enter()?;
-        if let (crate::driver::CaptureState::None, Some(slot)) = self.device.inspect(stream)? {
-            self.device.fences.record(stream, slot).map_err(|error| self.device.note(error))?;
-        }
+        let fence = match self.device.inspect(stream)? {
+            (CaptureState::None, Some(slot)) => {
+                let fence = self.device.fences.record(stream, slot);
+                fence.map_err(|error| self.device.note(error))?
+            }
+            // With no stream the caller promises that the work is done.
+            (_, None) => Ticket::NONE,
+            _ => self.device.fences.unrecorded_stamp(),
+        };
         let mut state = self.state.lock();
         let now = self.device.fences.now();
         let surplus = state.creatable(self.page_bytes()) + state.frames.free_count();
@@ -265,7 +273,13 @@ impl Pager {
         let pinned = pages.filter_map(|(index, page)| {
             let pins = match held {
                 HeldPins::Keep => page.word().pins,
-                HeldPins::Release => page.force_unpin(),
+                HeldPins::Release => {
+                    // The holders' work counts as the stream's, and may not be done.
+                    if page.word().pins > 0 && !fence.is_none() {
+                        self.stamp_page(page, fence);
+                    }
+                    page.force_unpin()
+                }
             };
             (pins > 0).then_some((index, pins))
         });

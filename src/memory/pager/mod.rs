@@ -2,22 +2,21 @@
 //!
 //! Owns the state of a device's memory behind one lock, and serves faults: a hit pins pages by
 //! their words alone; a miss plans the whole request under the lock (`plan`), carries it out with
-//! the lock released (`act`), and gives memory back under pressure (`release`). Waits happen with
-//! no lock held. Decides nothing that `policy` and `budget` can decide.
+//! the lock released (`act`), and gives memory back under pressure (`release`); `uses` remembers
+//! who used a page. Waits happen with no lock held. Decides nothing that `policy` and `budget` can
+//! decide.
 
 mod act;
 mod marks;
 mod plan;
 mod release;
 mod state;
-mod unpin;
+mod uses;
 
 use std::collections::HashMap;
 use std::ops::Range;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
-
-use smallvec::SmallVec;
 
 use crate::copy::fill::Filler;
 use crate::counters;
@@ -33,7 +32,7 @@ use crate::sync::fence::StreamSlot;
 use crate::sync::ticket::Ticket;
 use crate::sync::wait::Wait;
 use crate::sync::{Condvar, Mutex};
-use crate::units::{Generation, Stream};
+use crate::units::{Generation, PageIndex, Stream};
 
 pub use marks::{BarMarks, HeldPins, MemoryNumbers, Residency};
 pub use release::{Freed, Shortfall};
@@ -57,11 +56,34 @@ pub struct Hold {
     /// The pages.
     pub pages: Range<u32>,
     /// Their generations while pinned: the range's signature.
-    pub generations: SmallVec<[Generation; 4]>,
+    pub generations: Generations,
     /// The stream that uses the pages, and its slot.
     pub stream: Stream,
     /// `None` for `Stream::NONE`.
     pub slot: Option<StreamSlot>,
+    /// The pages are pinned to the graph that the stream captured into, too.
+    kept: bool,
+}
+
+/// Generations of the pages of a range. Of one page, the common case, without an allocation and in
+/// few words: what a hit moves around is what it costs.
+#[derive(Clone, Debug)]
+pub enum Generations {
+    /// Of exactly one page.
+    One(Generation),
+    /// Of any other number.
+    Many(Vec<Generation>),
+}
+
+impl Generations {
+    /// In order of the pages.
+    #[must_use]
+    pub fn as_slice(&self) -> &[Generation] {
+        match self {
+            Self::One(generation) => std::slice::from_ref(generation),
+            Self::Many(generations) => generations,
+        }
+    }
 }
 
 /// What a fault came to.
@@ -126,9 +148,12 @@ impl Pager {
             false => None,
         };
         let (capture, slot) = self.device.inspect(stream)?;
-        if let Some((hold, ordered)) = self.pin(bar, pages.clone(), stream, slot)? {
+        if let Some((mut hold, ordered)) = self.pin(bar, pages.clone(), stream, slot)? {
             if !ordered {
                 self.order_or_unpin(bar, &hold, capture)?;
+            }
+            if capture == CaptureState::Active {
+                self.keep_or_unpin(bar, &mut hold)?;
             }
             self.device.counters.hits.raise();
             return Ok(Faulted::Resident(hold));
@@ -165,28 +190,53 @@ impl Pager {
         stream: Stream,
         slot: Option<StreamSlot>,
     ) -> Result<Option<(Hold, bool)>> {
-        let mut hold =
-            Hold { pages: pages.start..pages.start, generations: SmallVec::new(), stream, slot };
+        if pages.len() != 1 {
+            return self.pin_many(bar, pages, stream, slot);
+        }
+        let page = bar.table.page(PageIndex(pages.start));
+        match page.pin() {
+            Pin::Pinned(word) => {
+                let ordered = word.state == PageState::Resident || self.is_ready(page, slot);
+                let generations = Generations::One(word.generation);
+                Ok(Some((Hold { pages, generations, stream, slot, kept: false }, ordered)))
+            }
+            Pin::Absent(_) => Ok(None),
+            Pin::Full => Err(too_many_pins()),
+        }
+    }
+
+    fn pin_many(
+        &self,
+        bar: &Bar,
+        pages: Range<u32>,
+        stream: Stream,
+        slot: Option<StreamSlot>,
+    ) -> Result<Option<(Hold, bool)>> {
         let mut ordered = true;
-        for (_, page) in bar.table.pages(pages) {
+        let mut generations = Vec::with_capacity(pages.len());
+        let release = |generations: Vec<Generation>| {
+            let pages = pages.start..pages.start + generations.len() as u32;
+            let generations = Generations::Many(generations);
+            self.release_unused(bar, &Hold { pages, generations, stream, slot, kept: false });
+        };
+        for (_, page) in bar.table.pages(pages.clone()) {
             match page.pin() {
                 Pin::Pinned(word) => {
-                    hold.pages.end += 1;
-                    hold.generations.push(word.generation);
+                    generations.push(word.generation);
                     ordered &= word.state == PageState::Resident || self.is_ready(page, slot);
                 }
                 Pin::Absent(_) => {
-                    self.release_unused(bar, &hold);
+                    release(generations);
                     return Ok(None);
                 }
                 Pin::Full => {
-                    self.release_unused(bar, &hold);
-                    let text = "a page has as many pins as can be counted (65535)";
-                    return Err(Error::new(ErrorCode::TooManyPins, text));
+                    release(generations);
+                    return Err(too_many_pins());
                 }
             }
         }
-        Ok(Some((hold, ordered)))
+        let generations = Generations::Many(generations);
+        Ok(Some((Hold { pages, generations, stream, slot, kept: false }, ordered)))
     }
 
     fn is_ready(&self, page: &Page, slot: Option<StreamSlot>) -> bool {
@@ -200,12 +250,15 @@ impl Pager {
 
     /// Gives pins back that nobody has used: no stamp, no fence.
     pub fn release_unused(&self, bar: &Bar, hold: &Hold) {
-        for ((_, page), generation) in bar.table.pages(hold.pages.clone()).zip(&hold.generations) {
+        let pages = bar.table.pages(hold.pages.clone());
+        for ((_, page), generation) in pages.zip(hold.generations.as_slice()) {
             // Taken back by a forced end of run meanwhile is as good.
             let _ = page.unpin(*generation);
         }
     }
 
+    /// In a scope of its own: waiting places and asks about events, which needs the context, and
+    /// would break a capture of another stream.
     #[cold]
     fn order_or_unpin(&self, bar: &Bar, hold: &Hold, capture: CaptureState) -> Result<()> {
         let ordered = self.device.enter().and_then(|_scope| self.order(bar, hold, capture));
@@ -224,33 +277,6 @@ impl Pager {
             }
         }
         Ok(())
-    }
-
-    /// Lets the hold's stream wait for everything that has used its pages. Whoever writes other
-    /// bytes into pages that stayed mapped comes after their readers.
-    ///
-    /// # Errors
-    /// Those of waiting, and what the driver says.
-    pub fn order_after_users(&self, bar: &Bar, hold: &Hold) -> Result<()> {
-        let fences = &self.device.fences;
-        let is_ordered = |user: &Ticket| match hold.slot {
-            Some(slot) => fences.ordered_before(*user, slot),
-            None => fences.known_passed(*user),
-        };
-        let pages = bar.table.pages(hold.pages.clone());
-        let users: Vec<Ticket> =
-            pages.flat_map(|(_, page)| page.users()).filter(|user| !is_ordered(user)).collect();
-        if users.is_empty() {
-            return Ok(());
-        }
-        let _scope = self.device.enter()?;
-        let capture = match hold.stream.is_none() {
-            true => CaptureState::None,
-            false => self.device.capture_state(hold.stream)?,
-        };
-        users
-            .into_iter()
-            .try_for_each(|user| self.order_after(user, hold.stream, hold.slot, capture))
     }
 
     /// Lets `stream` (or the CPU) wait for one ticket.
@@ -298,9 +324,13 @@ impl Pager {
             // The pages are protected: only a forced end of run can come in between.
             let holds = self.pin_all(requests, stream, slot)?;
             drop(protected);
-            let Some(holds) = holds else { continue };
-            for (request, hold) in requests.iter().zip(&holds) {
-                if let Err(error) = self.order(request.bar, hold, capture) {
+            let Some(mut holds) = holds else { continue };
+            for (request, hold) in requests.iter().zip(&mut holds) {
+                let done = self.order(request.bar, hold, capture).and_then(|()| {
+                    hold.kept = capture == CaptureState::Active;
+                    if hold.kept { self.keep_for_graph(request.bar, hold) } else { Ok(()) }
+                });
+                if let Err(error) = done {
                     let all = requests.iter().zip(&holds);
                     all.for_each(|(request, hold)| self.release_unused(request.bar, hold));
                     return Err(error);
@@ -363,7 +393,11 @@ impl Pager {
         let mut patience = Patience::new(self);
         loop {
             self.device.check()?;
-            self.poll_budget(Poll::IfDue)?;
+            // After a refusal the cap that it set holds for this request: what the driver calls
+            // free then is what it has just refused.
+            if patience.refused_once.is_none() {
+                self.poll_budget(Poll::IfDue)?;
+            }
             self.reap()?;
             self.shrink()?;
             let planned = {
@@ -461,6 +495,11 @@ impl Pager {
         let _scope = self.device.enter()?;
         self.filler().map(|_| ())
     }
+}
+
+#[cold]
+fn too_many_pins() -> Error {
+    Error::new(ErrorCode::TooManyPins, "a page has as many pins as can be counted (65535)")
 }
 
 /// When to ask the driver for its free memory.

@@ -6,16 +6,19 @@
 //! new frame under the budget, a free frame still in use, then victims by rank. Short queries of
 //! events are the only driver calls here; none of them waits.
 
+use std::collections::HashSet;
 use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
 use super::state::State;
 use crate::error::{Error, ErrorCode, Result};
+use crate::memory::budget::BudgetSource;
 use crate::memory::frames::FrameIndex;
 use crate::memory::page_table::{Page, PageState, Pin};
 use crate::memory::policy::{Rank, streaming_page_count};
 use crate::memory::vbar::Bar;
+use crate::options::Eviction;
 use crate::outcome::{Reason, WaitKind};
 use crate::sync::device::Device;
 use crate::sync::fence::Cover;
@@ -138,7 +141,7 @@ pub(super) fn plan(
         return Ok(Planned::Wait(WaitKind::Frame));
     }
     let taken = below_watermark(state, device, &wanted, now)
-        .and_then(|()| take_frames(state, device, items, &wanted, usable));
+        .and_then(|()| take_frames(state, device, items, (&wanted, &protected), usable));
     Ok(match taken {
         Ok(claims) => Planned::Act(claims, protected),
         Err(Stop::Refuse(reason)) => Planned::Refuse(reason),
@@ -223,7 +226,7 @@ fn take_frames(
     state: &mut State,
     device: &Device,
     items: &[Item<'_>],
-    wanted: &[PageOf<'_>],
+    (wanted, protected): (&[PageOf<'_>], &[Protected]),
     usable: Usable,
 ) -> std::result::Result<Vec<Claim>, Stop> {
     let needed = wanted.len();
@@ -251,7 +254,10 @@ fn take_frames(
     if takes.len() < needed {
         let allowed = state.budget.allowed().0 / page_bytes;
         untake(state, takes);
-        return Err(blocked.stop(device, needed as u64 > allowed, state));
+        // What the request has already counts: it cannot give way to the rest of it.
+        let own: HashSet<_> = protected.iter().map(|own| (own.bar.id, own.page)).collect();
+        let too_large = (needed + own.len()) as u64 > allowed;
+        return Err(blocked.stop(device, too_large, state));
     }
     Ok(claim(wanted, takes, own, state))
 }
@@ -302,22 +308,27 @@ pub(super) struct Blocked {
 
 impl Blocked {
     fn stop(&self, device: &Device, too_large: bool, state: &State) -> Stop {
-        use crate::memory::budget::BudgetSource;
-        let refused = state.budget.allowed().1 == BudgetSource::DriverRefused;
-        match () {
-            () if refused => Stop::Refuse(Reason::DriverMemory),
-            () if too_large => Stop::Refuse(Reason::TooLarge),
-            () if self.pending > 0
-                && device.options.eviction == crate::options::Eviction::Strict =>
-            {
-                Stop::Wait(WaitKind::Frame)
+        let strict = device.options.eviction == Eviction::Strict;
+        let reason = if state.budget.allowed().1 == BudgetSource::DriverRefused {
+            Reason::DriverMemory
+        } else if too_large {
+            Reason::TooLarge
+        } else if self.pending > 0 {
+            if strict {
+                return Stop::Wait(WaitKind::Frame);
             }
-            () if self.pending > 0 => Stop::Refuse(Reason::FencePending),
-            () if self.unknown > 0 && device.may_wait_for_context() => Stop::ContextWait,
-            () if self.unknown > 0 => Stop::Refuse(Reason::FenceUnknown),
-            () if self.pinned > 0 => Stop::Refuse(Reason::AllPinned),
-            () => Stop::Refuse(Reason::Budget),
-        }
+            Reason::FencePending
+        } else if self.unknown > 0 {
+            if device.may_wait_for_context() {
+                return Stop::ContextWait;
+            }
+            Reason::FenceUnknown
+        } else if self.pinned > 0 {
+            Reason::AllPinned
+        } else {
+            Reason::Budget
+        };
+        Stop::Refuse(reason)
     }
 
     /// Whether a frame with these users can be taken; counts why not. Returns the users that have
@@ -392,9 +403,15 @@ impl Search<'_> {
         let missing = (self.needed - self.takes.len()) as u32;
         top_up_streaming(state, own.id, streaming_page_count(widest.max(missing)) as usize);
         let entry = state.bar(own.id);
-        let tail = entry.resident.range(entry.floor..).rev().copied();
-        let rest = tail.filter(|page| !entry.streaming.contains(page));
-        self.take_from(own, entry.streaming.iter().copied().chain(rest));
+        let pending_before = self.blocked.pending;
+        self.take_from(own, entry.streaming.iter().copied());
+        // Where the CPU waits for frames it waits for a streaming one, rather than take a page that
+        // is kept and was last used long ago.
+        let strict = self.device.options.eviction == Eviction::Strict;
+        if !strict || self.blocked.pending == pending_before {
+            let tail = entry.resident.range(entry.floor..).rev().copied();
+            self.take_from(own, tail.filter(|page| !entry.streaming.contains(page)));
+        }
         OwnVictims::Some
     }
 

@@ -83,12 +83,13 @@ impl Pager {
 
     fn remove_lingering(&self, entry: Lingering) {
         let Lingering { bar, page, frame, .. } = entry;
+        let own = bar.table.page(page).frame();
         let frame = match frame {
             LingeringFrame::Moved => None,
             LingeringFrame::Free(frame) => Some((frame, Destination::FreeList)),
             LingeringFrame::Release(frame) => Some((frame, Destination::Driver)),
         };
-        self.part(&Victim { bar, page, frame: frame.map_or(0, |(frame, _)| frame) }, frame);
+        self.part(&Victim { bar, page, frame: own }, frame);
     }
 
     /// Removes an evicting page's mapping, its users passed, and passes its frame on. Returns
@@ -96,8 +97,10 @@ impl Pager {
     fn part(&self, victim: &Victim, frame: Option<(FrameIndex, Destination)>) -> bool {
         if let Err(error) = self.unmap(victim) {
             self.quarantine_page(victim, &error);
-            if let Some((frame, _)) = frame {
-                self.state.lock().frames.quarantine(frame);
+            let mut state = self.state.lock();
+            match frame {
+                Some((frame, _)) => state.frames.quarantine(frame),
+                None => state.frames.note_stray(victim.frame),
             }
             return false;
         }
@@ -111,8 +114,7 @@ impl Pager {
         }
         let handle = state.frames.remove(frame);
         drop(state);
-        self.release_handle(handle);
-        true
+        handle.is_some_and(|handle| self.release_handle(handle))
     }
 
     /// Brings the frames held back to the budget, as far as pins and fences allow, waiting for
@@ -135,7 +137,9 @@ impl Pager {
         };
         let (free, pages) = victims;
         let _scope = self.device.enter()?;
-        free.into_iter().for_each(|handle| self.release_handle(handle));
+        for handle in free {
+            self.release_handle(handle);
+        }
         self.release_or_linger(pages);
         self.changed.notify_all();
         Ok(())
@@ -348,14 +352,17 @@ impl Pager {
             let count = state.frames.held().saturating_sub(keep);
             take_passed_free(&mut state, self, count)
         };
-        let released = handles.len() as u64 * page_bytes;
-        handles.into_iter().for_each(|handle| self.release_handle(handle));
-        Ok(released)
+        let released = handles.into_iter().filter(|handle| self.release_handle(*handle));
+        Ok(released.count() as u64 * page_bytes)
     }
 
     /// Closes a VBAR without blocking: pages go when their users have passed and their pins are
     /// gone, the reservation when its last page has gone.
     pub fn close_bar(&self, bar: &Arc<Bar>) {
+        // After a fork another thread's copy may hold the lock for ever.
+        if crate::process::ending() {
+            return;
+        }
         {
             let mut state = self.state.lock();
             let entry = state.bar_mut(bar.id);
@@ -528,7 +535,7 @@ fn take_passed_free(
     let mut handles = Vec::new();
     while handles.len() < count as usize {
         let Some((frame, _)) = state.frames.take_free(passed) else { break };
-        handles.push(state.frames.remove(frame));
+        handles.extend(state.frames.remove(frame));
     }
     handles
 }

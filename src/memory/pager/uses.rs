@@ -1,0 +1,191 @@
+//! What a use of pages leaves behind: stamps and fences, and pins that a captured graph holds.
+//!
+//! A stamp is on its pages before their pins go, so whoever finds a page without pins finds its
+//! users too. A use on a capturing stream leaves pins, since it happens again with every launch.
+
+use std::sync::Arc;
+
+use super::{Generations, Hold, Pager};
+use crate::driver::{CaptureState, DriverError};
+use crate::error::{Error, ErrorCode, Result};
+use crate::memory::page_table::Page;
+use crate::memory::vbar::Bar;
+use crate::sync::fence::{Cover, StreamSlot};
+use crate::sync::ticket::Ticket;
+use crate::units::{PageIndex, Stream};
+
+impl Pager {
+    /// Gives the pins of a hold back. Work that used the pages on the hold's stream was enqueued
+    /// before the call; the pages keep their bytes until it is done.
+    ///
+    /// # Errors
+    /// `StaleToken` when a forced end of run took pins back before; the others were given back.
+    #[inline]
+    pub fn unpin(&self, bar: &Arc<Bar>, hold: &Hold) -> Result<()> {
+        if crate::process::ending() {
+            return Ok(());
+        }
+        let Some(slot) = hold.slot else { return self.drop_pins(bar, hold) };
+        if hold.kept && self.is_capturing(hold.stream) {
+            // All of its uses are in the graph, which has pins of its own.
+            return self.drop_pins(bar, hold);
+        }
+        self.stamp(bar, hold, hold.stream, slot);
+        if let Err(error) = self.cover_stamp(bar, hold, slot) {
+            // The stamps stay uncovered until the stream is used again, or the context is waited
+            // for.
+            log::warn!("no fence was recorded: {}", self.device.note(error));
+        }
+        self.drop_pins(bar, hold)
+    }
+
+    #[cold]
+    fn is_capturing(&self, stream: Stream) -> bool {
+        let _context = match stream.is_implicit() {
+            true => self.device.enter_context().ok(),
+            false => None,
+        };
+        self.device.capture_state(stream).is_ok_and(|state| state == CaptureState::Active)
+    }
+
+    /// Records a fence behind a use that was just stamped, if it is time to and possible.
+    #[inline]
+    fn cover_stamp(&self, bar: &Arc<Bar>, hold: &Hold, slot: StreamSlot) -> Result<()> {
+        let implicit = hold.stream.is_implicit();
+        let _context = if implicit { Some(self.device.enter_context()?) } else { None };
+        // The per-thread default stream is another one on another thread.
+        if implicit && self.device.fences.slot_of(hold.stream)? != Some(slot) {
+            return Ok(());
+        }
+        let capture = self.device.capture_state(hold.stream)?;
+        self.device.fences.note_capture(slot, capture != CaptureState::None);
+        match capture {
+            CaptureState::None if self.device.fences.is_record_due(slot) => {
+                let _scope = self.device.enter()?;
+                self.device.fences.record_in_passing(hold.stream, slot)
+            }
+            // What was faulted before the capture began and used in it.
+            CaptureState::Active if !hold.kept => self.keep_for_graph(bar, hold),
+            _ => Ok(()),
+        }
+    }
+
+    /// Remembers that `stream` uses the pages too.
+    ///
+    /// # Errors
+    /// What the driver says of the stream.
+    pub fn also_used_on(&self, bar: &Bar, hold: &Hold, stream: Stream) -> Result<()> {
+        self.device.check()?;
+        let _scope = self.device.enter()?;
+        if let (CaptureState::None, Some(slot)) = self.device.inspect(stream)? {
+            self.stamp(bar, hold, stream, slot);
+            return self.device.fences.record(stream, slot).map(|_| ());
+        }
+        let text = "a stream that is being captured cannot be named beside another one";
+        Err(Error::new(ErrorCode::Unsupported, text))
+    }
+
+    #[inline]
+    fn stamp(&self, bar: &Bar, hold: &Hold, stream: Stream, mut slot: StreamSlot) {
+        loop {
+            let ticket = self.device.fences.stamp(slot);
+            for (_, page) in bar.table.pages(hold.pages.clone()) {
+                if !page.stamp(ticket, |other| self.device.fences.known_passed(other)) {
+                    self.join_stamp(page, ticket, stream, slot);
+                }
+            }
+            // The slot may have gone to another stream before the stamps were in place.
+            match self.device.fences.confirm(slot) {
+                Ok(None) => return,
+                Ok(Some(other)) => slot = other,
+                Err(error) => {
+                    log::warn!("a use is known to no fence: {}", self.device.note(error));
+                    let unknown = self.device.fences.unrecorded_stamp();
+                    for (_, page) in bar.table.pages(hold.pages.clone()) {
+                        self.stamp_page(page, unknown);
+                    }
+                    return;
+                }
+            }
+        }
+    }
+
+    /// Stamps a page with a ticket that no stream can be made to wait with. A page that remembers
+    /// four other streams is known to be free only after a context wait.
+    pub(super) fn stamp_page(&self, page: &Page, ticket: Ticket) {
+        if page.stamp(ticket, |other| self.device.fences.known_passed(other)) {
+            return;
+        }
+        let unknown = self.device.fences.unrecorded_stamp();
+        let _replaced = page.users().iter().any(|user| page.replace_stamp(*user, unknown));
+    }
+
+    /// A page that remembers four other streams: ours waits for one of them and takes its place.
+    #[cold]
+    fn join_stamp(&self, page: &Page, ticket: Ticket, stream: Stream, slot: StreamSlot) {
+        let fences = &self.device.fences;
+        for user in page.users() {
+            let joined = matches!(fences.cover(user), Ok(Cover::Recorded | Cover::Passed))
+                && fences.stream_wait(stream, slot, user).is_ok_and(|waits| waits);
+            if joined && page.replace_stamp(user, ticket) {
+                return;
+            }
+        }
+        // None of them is recorded: the page is known to be free only after a context wait.
+        let unknown = fences.unrecorded_stamp();
+        let replaced = page.users().iter().any(|user| page.replace_stamp(*user, unknown));
+        debug_assert!(replaced || page.users().len() < 5, "a full page has a stamp to replace");
+    }
+
+    #[inline]
+    fn drop_pins(&self, bar: &Bar, hold: &Hold) -> Result<()> {
+        if let Generations::One(generation) = hold.generations {
+            return bar.table.page(PageIndex(hold.pages.start)).unpin(generation);
+        }
+        let mut result = Ok(());
+        let pages = bar.table.pages(hold.pages.clone());
+        for ((_, page), generation) in pages.zip(hold.generations.as_slice()) {
+            if let Err(error) = page.unpin(*generation) {
+                result = Err(error);
+            }
+        }
+        result
+    }
+
+    #[cold]
+    pub(super) fn keep_or_unpin(&self, bar: &Arc<Bar>, hold: &mut Hold) -> Result<()> {
+        let kept = self.keep_for_graph(bar, hold);
+        match kept {
+            Ok(()) => hold.kept = true,
+            Err(_) => self.release_unused(bar, hold),
+        }
+        kept
+    }
+
+    /// Pins the pages of a hold once more, until the graph that its stream captures into is gone.
+    #[cold]
+    pub(super) fn keep_for_graph(&self, bar: &Arc<Bar>, hold: &Hold) -> Result<()> {
+        let pages = hold.pages.clone();
+        let Some((pinned, _)) = self.pin(bar, pages.clone(), Stream::NONE, None)? else {
+            let text = "the pins were released by force while the stream was captured";
+            return Err(Error::new(ErrorCode::StaleToken, text));
+        };
+        let kept = Arc::clone(bar);
+        let release = move || {
+            for ((_, page), generation) in
+                kept.table.pages(pages).zip(pinned.generations.as_slice())
+            {
+                // Called on a driver thread: only the counts change, no fence is needed since a
+                // graph is destroyed after its launches are done.
+                let _ = page.unpin(*generation);
+            }
+        };
+        // When this fails the closure is dropped uncalled, and the pins with it are given back
+        // here: no graph holds the pages, and the caller is told.
+        let retained = self.device.driver.graph_retain(hold.stream, Box::new(release));
+        retained.map_err(|error: DriverError| {
+            self.release_unused(bar, hold);
+            self.device.note(Error::from(error).context("no graph holds the pages"))
+        })
+    }
+}
