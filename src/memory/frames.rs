@@ -119,9 +119,8 @@ impl Frames {
         mut admit: impl FnMut(&[Ticket]) -> Option<Vec<Ticket>>,
     ) -> Option<(FrameIndex, Vec<Ticket>)> {
         let found = self.free.iter().enumerate().rev();
-        let (at, users) = found
-            .filter_map(|(at, index)| Some((at, admit(&self.frame(*index).users)?)))
-            .next()?;
+        let (at, users) =
+            found.filter_map(|(at, index)| Some((at, admit(&self.frame(*index).users)?))).next()?;
         let index = self.free.remove(at);
         let frame = self.frame_mut(index);
         frame.place = Place::Mapped;

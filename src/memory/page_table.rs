@@ -68,10 +68,7 @@ impl PageState {
         matches!(
             (self, next),
             (S::Absent, S::Claimed)
-                | (
-                    S::Claimed,
-                    S::Issued | S::Resident | S::Absent | S::Evicting | S::Quarantined
-                )
+                | (S::Claimed, S::Issued | S::Resident | S::Absent | S::Evicting | S::Quarantined)
                 | (S::Issued, S::Resident | S::Evicting)
                 | (S::Resident, S::Evicting)
                 | (S::Evicting, S::Absent | S::Issued | S::Resident | S::Quarantined)

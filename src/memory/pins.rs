@@ -14,9 +14,12 @@ use crate::sync::Mutex;
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub struct Token(pub u64);
 
+/// The generation of the latest token of an entry, and what it holds.
+type Entry = (u32, Option<(Arc<Bar>, Hold)>);
+
 #[derive(Default)]
 struct Entries {
-    entries: Vec<(u32, Option<(Arc<Bar>, Hold)>)>,
+    entries: Vec<Entry>,
     vacant: Vec<u32>,
 }
 

@@ -6,8 +6,8 @@
 use std::ops::Range;
 use std::sync::{Arc, OnceLock};
 
-use crate::host::bound::Bound;
 use crate::error::{Error, ErrorCode, Result};
+use crate::host::bound::Bound;
 use crate::memory::page_table::PageTable;
 use crate::memory::space::Space;
 use crate::sync::{AtomicU64, Relaxed};

@@ -25,7 +25,6 @@ pub use bar::{EndOfRun, Fault, Guard, Vbar};
 pub use model::ModelBar;
 pub use statistics::Statistics;
 
-
 /// The runtime of one device, shared by everyone who opened it.
 #[derive(Clone)]
 pub struct Runtime {
@@ -324,10 +323,11 @@ impl Drop for Inner {
     fn drop(&mut self) {
         self.pager.close();
         let device = &self.pager.device;
-        if self.primary == Primary::Retained && device.check().is_ok() {
-            if let Err(error) = device.driver.device_primary_ctx_release(device.ordinal) {
-                log::warn!("closing device {}: {error}", device.ordinal);
-            }
+        if self.primary == Primary::Retained
+            && device.check().is_ok()
+            && let Err(error) = device.driver.device_primary_ctx_release(device.ordinal)
+        {
+            log::warn!("closing device {}: {error}", device.ordinal);
         }
     }
 }
@@ -338,8 +338,7 @@ fn find(
     device: DeviceOrdinal,
 ) -> Option<Runtime> {
     let same = |entry: &&Registered| {
-        entry.device == device
-            && std::ptr::addr_eq(entry.driver.as_ptr(), Arc::as_ptr(driver))
+        entry.device == device && std::ptr::addr_eq(entry.driver.as_ptr(), Arc::as_ptr(driver))
     };
     let inner = registry.iter().find(same)?.runtime.upgrade()?;
     Some(Runtime { inner })
@@ -363,7 +362,7 @@ fn probe_addresses(
         Err(error) => return Err(error.into()),
     }
     let granularity = driver.mem_get_allocation_granularity(device)?;
-    if granularity == 0 || page_size.bytes() % granularity != 0 {
+    if granularity == 0 || !page_size.bytes().is_multiple_of(granularity) {
         let text = format!(
             "pages of {} bytes are no multiple of device {device}'s granularity, {granularity}",
             page_size.bytes()

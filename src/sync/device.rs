@@ -8,13 +8,13 @@ use std::sync::Arc;
 use crate::counters::Counters;
 use crate::driver::{CaptureMode, CaptureState, Context, Driver};
 use crate::error::{Error, ErrorCode, Result};
+use crate::memory::page_table::Ticket;
 use crate::options::{ContextWaits, RuntimeOptions};
 use crate::outcome::WaitKind;
 use crate::process;
 use crate::sync::fence::{Cover, Fences, StreamSlot};
 use crate::sync::wait::{Cancellation, Wait};
 use crate::sync::{AtomicBool, Relaxed};
-use crate::memory::page_table::Ticket;
 use crate::units::{DeviceOrdinal, Stream};
 
 /// See the module's text.
@@ -106,9 +106,7 @@ impl Device {
         if current == Some(self.context) {
             return Ok(ContextScope { device: self, restore: None });
         }
-        self.driver
-            .ctx_set_current(Some(self.context))
-            .map_err(|error| self.note(error.into()))?;
+        self.driver.ctx_set_current(Some(self.context)).map_err(|error| self.note(error.into()))?;
         Ok(ContextScope { device: self, restore: Some(current) })
     }
 

@@ -16,9 +16,7 @@ use std::time::{Duration, Instant};
 use crate::driver::{Driver, DriverCode, Event};
 use crate::error::{Error, ErrorCode, Result};
 use crate::memory::page_table::Ticket;
-use crate::sync::{
-    AcqRel, Acquire, AtomicBool, AtomicU32, AtomicU64, Mutex, Relaxed, Release,
-};
+use crate::sync::{AcqRel, Acquire, AtomicBool, AtomicU32, AtomicU64, Mutex, Relaxed, Release};
 use crate::units::Stream;
 
 /// Streams of one context that can be known at a time.
@@ -223,12 +221,7 @@ impl Fences {
     ///
     /// # Errors
     /// What the driver says of the wait; the stream does not wait then.
-    pub fn stream_wait(
-        &self,
-        stream: Stream,
-        slot: StreamSlot,
-        ticket: Ticket,
-    ) -> Result<bool> {
+    pub fn stream_wait(&self, stream: Stream, slot: StreamSlot, ticket: Ticket) -> Result<bool> {
         if self.ordered_before(ticket, slot) {
             return Ok(true);
         }

@@ -8,9 +8,7 @@ use vbar::options::{ContextWaits, RuntimeOptions};
 use vbar::units::Stream;
 use vbar::{Allocation, AllocationFault, Fault, Reason, WaitKind};
 
-use crate::world::{
-    P, ROOMY, World, budget_options, fault, pattern_sum, resident, resident_on,
-};
+use crate::world::{P, ROOMY, World, budget_options, fault, pattern_sum, resident, resident_on};
 
 const DELAY: Duration = Duration::from_millis(1);
 
@@ -99,7 +97,8 @@ fn default_streams_work_with_and_without_a_current_context() {
                     for (bar, allocation) in [(&old, &one), (&new, &two)] {
                         bar.prioritise();
                         world.sim.ctx_set_current(None).unwrap();
-                        let AllocationFault::Refill(fill) = allocation.fault(stream).unwrap() else {
+                        let AllocationFault::Refill(fill) = allocation.fault(stream).unwrap()
+                        else {
                             panic!("{stream:?}: a refill is due");
                         };
                         world.sim.ctx_set_current(context).unwrap();

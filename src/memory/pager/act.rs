@@ -275,8 +275,7 @@ impl Pager {
     fn publish(&self, claim: &Claim, frame: FrameIndex, ready: Ticket) -> Protected {
         let page = claim.entry();
         page.set_frame(frame);
-        let state =
-            if ready.is_none() { PageState::Resident } else { PageState::Issued };
+        let state = if ready.is_none() { PageState::Resident } else { PageState::Issued };
         let generation = page.publish(state, 1, ready);
         self.state.lock().add_resident(claim.bar.id, claim.page, claim.streams);
         Protected::new(Arc::clone(&claim.bar), claim.page, generation)

@@ -4,9 +4,9 @@ use std::sync::Arc;
 
 use super::state::{BarState, State};
 use super::{Pager, Poll};
+use crate::driver::CaptureState;
 use crate::error::{Error, ErrorCode, Result};
 use crate::memory::budget::BudgetSource;
-use crate::driver::CaptureState;
 use crate::memory::page_table::{PageState, Ticket, draw};
 use crate::memory::policy::{Healing, Rank};
 use crate::memory::space::{self, Space};
@@ -128,9 +128,7 @@ impl Pager {
     pub fn update_eager(&self) {
         let state = self.state.lock();
         let open = state.bars.values().filter(|entry| !entry.closing);
-        let bytes = open.fold(0u64, |sum, entry| {
-            sum.saturating_add(entry.bar.allocated_bytes())
-        });
+        let bytes = open.fold(0u64, |sum, entry| sum.saturating_add(entry.bar.allocated_bytes()));
         self.device.fences.set_eager(bytes > state.budget.allowed().0);
     }
 

@@ -2,8 +2,8 @@
 //!
 //! Owns the state of a device's memory behind one lock, and serves faults: a hit pins pages by
 //! their words alone; a miss plans the whole request under the lock (`plan`), carries it out with
-//! the lock released (`act`), and gives memory back under pressure (`release`); `uses` remembers who
-//! used a page. Waits happen with no lock held. Decides nothing that `policy` and `budget` can decide.
+//! the lock released (`act`), and gives memory back under pressure (`release`); `uses` remembers
+//! who used a page. Waits happen with no lock held. Decides nothing that `policy` and `budget` can decide.
 
 mod act;
 mod marks;
@@ -257,11 +257,7 @@ impl Pager {
 
     /// Serves a request that is not a plain hit.
     #[cold]
-    fn fault_slowly(
-        &self,
-        requests: &[Request<'_>],
-        stream: Stream,
-    ) -> Result<Faulted<Vec<Hold>>> {
+    fn fault_slowly(&self, requests: &[Request<'_>], stream: Stream) -> Result<Faulted<Vec<Hold>>> {
         let _scope = self.device.enter()?;
         let (capture, slot) = self.device.inspect(stream)?;
         let unreserved = |request: &Request<'_>| {
@@ -388,7 +384,11 @@ impl Pager {
 
     /// A refusal of the driver caps the budget and is planned around once: what is resident may
     /// give frames that the driver does not.
-    fn after_failure(&self, failure: Failure, patience: &mut Patience<'_>) -> Result<Option<Reason>> {
+    fn after_failure(
+        &self,
+        failure: Failure,
+        patience: &mut Patience<'_>,
+    ) -> Result<Option<Reason>> {
         let reason = failure.into_reason()?;
         if reason == Reason::DriverMemory {
             let mut state = self.state.lock();
@@ -405,9 +405,8 @@ impl Pager {
     pub(in crate::memory) fn poll_budget(&self, poll: Poll) -> Result<()> {
         let held_before = {
             let mut state = self.state.lock();
-            let due = state
-                .polled_at
-                .is_none_or(|at| at.elapsed() >= self.device.options.poll_interval);
+            let due =
+                state.polled_at.is_none_or(|at| at.elapsed() >= self.device.options.poll_interval);
             if poll == Poll::IfDue && !due {
                 return Ok(());
             }

@@ -442,9 +442,7 @@ pub(super) fn start_evicting(
     }
     // Read after the state changed: who unpins later cannot have pinned, so no stamp is missed.
     match blocked.admit(device, entry.users(), usable) {
-        Some(users) => {
-            Some((Victim { bar: Arc::clone(bar), page, frame: entry.frame() }, users))
-        }
+        Some(users) => Some((Victim { bar: Arc::clone(bar), page, frame: entry.frame() }, users)),
         None => {
             entry.settle(PageState::Issued);
             None

@@ -197,9 +197,11 @@ impl Pager {
     /// # Errors
     /// `DeviceLost`, `ProcessEnding`, `Cancelled`, or what the driver says.
     pub fn free_memory(&self, bar: &Arc<Bar>, bytes: u64) -> Result<Freed> {
-        self.free(bytes, |count| self.take_from_end(bar, count), |blocked| {
-            self.why_nothing(bar, blocked)
-        })
+        self.free(
+            bytes,
+            |count| self.take_from_end(bar, count),
+            |blocked| self.why_nothing(bar, blocked),
+        )
     }
 
     /// Gives memory of all VBARs back to the driver, lowest rank first; as
@@ -263,11 +265,15 @@ impl Pager {
                 break Some(why_nothing(&blocked));
             }
             let (ready, late) = self.wait_for_victims(taken)?;
+            // A frame that came here by aliasing may have its old mapping still, and its memory is
+            // the driver's only when that is gone too.
+            let reaped = self.reap();
             released += self.release_or_linger(ready);
             if !late.is_empty() {
                 self.release_or_linger(late);
                 break Some(Shortfall::TimedOut);
             }
+            reaped?;
         };
         self.changed.notify_all();
         Ok(Freed { bytes: u64::from(released) * self.page_bytes(), shortfall })
