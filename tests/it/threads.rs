@@ -131,3 +131,41 @@ fn threads_fill_and_read_the_same_allocations() {
         world.check_shut();
     }
 }
+
+#[test]
+fn vbars_come_and_go_while_others_take_their_pages() {
+    for eviction in [Eviction::Aliasing, Eviction::Strict] {
+        let world = World::evicting(6, eviction);
+        let stays = world.vbar(4);
+        stays.set_class(1);
+        let streams: Vec<_> = (0..THREADS).map(|_| world.another_stream()).collect();
+        each_thread(&world, |thread, mut draw| {
+            let stream = streams[thread as usize];
+            for round in 0..300 {
+                if thread == 0 {
+                    let page = draw.below(4);
+                    stays.prioritise();
+                    drop(stays.fault(page * P..(page + 1) * P, stream).unwrap());
+                    continue;
+                }
+                let bar = world.vbar(4);
+                bar.set_class(draw.below(2) as i32);
+                let pages = 1 + draw.below(3);
+                let guard = bar.fault(0..pages * P, stream).unwrap().resident();
+                let token = guard.and_then(|guard| {
+                    world.write(guard.address(), pages * P, round, stream);
+                    (draw.below(4) == 0).then(|| guard.into_token())
+                });
+                drop(bar);
+                token.map_or(Ok(()), |token| world.runtime.unpin(token)).unwrap();
+            }
+        });
+        world.sim.ctx_synchronize().unwrap();
+        world.runtime.refresh().unwrap();
+        world.check();
+        let numbers = world.runtime.numbers();
+        assert_eq!((numbers.bars, numbers.closing_bars, numbers.lingering_mappings), (1, 0, 0));
+        drop(stays);
+        world.check_shut();
+    }
+}
