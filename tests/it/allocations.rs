@@ -167,14 +167,15 @@ fn a_failed_record_leaves_the_frames_former_reader_alone() {
     world.sim.fail_nth(Verb::EventRecord, 1, DriverCode::INVALID_VALUE);
     assert!(new.fault(0..P, other).is_err());
     assert_eq!(new.draw(1), "!");
-    // The frame comes free when its reader is done.
+    // The frame comes free when its reader is done, for a stream that waits for nothing.
+    let third = world.another_stream();
     let guard = loop {
-        match last.fault(0..P, other).unwrap() {
+        match last.fault(0..P, third).unwrap() {
             Fault::Resident(guard) => break guard,
             Fault::Offloaded(_) => std::thread::yield_now(),
         }
     };
-    world.write(guard.address(), P, 2, other);
+    world.write(guard.address(), P, 2, third);
     drop(guard);
     world.sim.ctx_synchronize().unwrap();
     assert_eq!(world.word(target, world.stream), pattern_sum(P, 1));
