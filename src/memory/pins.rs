@@ -14,6 +14,7 @@ use crate::sync::Mutex;
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub struct Token(pub u64);
 
+/// The generation of the latest token of an entry, and what it holds.
 #[derive(Default)]
 struct Entry {
     generation: u32,

@@ -167,14 +167,15 @@ fn a_failed_record_leaves_the_frames_former_reader_alone() {
     world.sim.fail_nth(Verb::EventRecord, 1, DriverCode::INVALID_VALUE);
     assert!(new.fault(0..P, other).is_err());
     assert_eq!(new.draw(1), "!");
-    // The frame comes free when its reader is done.
+    // The frame comes free when its reader is done, for a stream that waits for nothing.
+    let third = world.another_stream();
     let guard = loop {
-        match last.fault(0..P, other).unwrap() {
+        match last.fault(0..P, third).unwrap() {
             Fault::Resident(guard) => break guard,
             Fault::Offloaded(_) => std::thread::yield_now(),
         }
     };
-    world.write(guard.address(), P, 2, other);
+    world.write(guard.address(), P, 2, third);
     drop(guard);
     world.sim.ctx_synchronize().unwrap();
     assert_eq!(world.word(target, world.stream), pattern_sum(P, 1));
@@ -186,11 +187,13 @@ fn a_failed_record_leaves_the_frames_former_reader_alone() {
 fn many_ranges_come_together_or_not_at_all() {
     let world = World::budget(4);
     let (one, two) = (world.vbar(4), world.vbar(4));
-    let many = |ranges: &[(&vbar::Vbar, std::ops::Range<u64>)]| {
-        match world.runtime.fault_many(ranges, world.stream).unwrap() {
-            Fault::Resident(guards) => Ok(guards.len()),
-            Fault::Offloaded(reason) => Err(reason),
-        }
+    let many = |ranges: &[(&vbar::Vbar, std::ops::Range<u64>)]| match world
+        .runtime
+        .fault_many(ranges, world.stream)
+        .unwrap()
+    {
+        Fault::Resident(guards) => Ok(guards.len()),
+        Fault::Offloaded(reason) => Err(reason),
     };
     assert_eq!(many(&[]), Ok(0));
     assert_eq!(many(&[(&one, 0..3 * P), (&two, 0..2 * P)]), Err(Reason::TooLarge));
@@ -280,7 +283,8 @@ fn a_lost_device_says_so_and_is_left_alone() {
     let guard = resident(&world, &vbar, 0..1);
     let token = resident(&world, &vbar, 0..1).into_token();
     world.sim.lose_device(DEVICE, DriverCode::ILLEGAL_ADDRESS);
-    let lost = |result: vbar::Result<()>| assert_eq!(result.unwrap_err().code(), ErrorCode::DeviceLost);
+    let lost =
+        |result: vbar::Result<()>| assert_eq!(result.unwrap_err().code(), ErrorCode::DeviceLost);
     lost(vbar.fault(P..2 * P, world.stream).map(drop));
     lost(vbar.fault(0..P, world.stream).map(drop));
     lost(world.runtime.fault_many(&[(&vbar, 0..P)], world.stream).map(drop));
@@ -300,7 +304,8 @@ fn a_lost_device_says_so_and_is_left_alone() {
     lost(vbar.destroy_wait());
     drop((allocation, other));
     drop(world.runtime);
-    let (unmaps_now, releases) = (world.sim.calls(Verb::MemUnmap), world.sim.calls(Verb::MemRelease));
+    let (unmaps_now, releases) =
+        (world.sim.calls(Verb::MemUnmap), world.sim.calls(Verb::MemRelease));
     assert_eq!((unmaps_now, releases), (unmaps, 0));
     assert_eq!(world.sim.violations(), Vec::<String>::new());
 }

@@ -16,4 +16,5 @@ mod scenarios_life;
 mod scenarios_pressure;
 mod sim_device;
 mod streams;
+mod threads;
 mod world;

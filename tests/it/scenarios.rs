@@ -1,8 +1,8 @@
 //! Faults that users of such software have met, each by its number.
 
 use vbar::Reason;
-use vbar::driver::sim::Verb;
 use vbar::driver::DriverCode;
+use vbar::driver::sim::Verb;
 
 use crate::world::{DEVICE, World, fault, resident};
 

@@ -1,14 +1,12 @@
 //! Scenarios of a driver that fails: everything as before, or set aside and told.
 
-use vbar::driver::sim::{Sim, SimOptions, Verb};
 use vbar::driver::DriverCode;
+use vbar::driver::sim::{Sim, SimOptions, Verb};
 use vbar::options::{Eviction, RuntimeOptions};
 use vbar::units::DeviceOrdinal;
 use vbar::{ErrorCode, Fault, Reason, Runtime, Vbar};
 
-use crate::world::{
-    DEVICE, P, ROOMY, World, budget_options, drawn, fault, options, resident,
-};
+use crate::world::{DEVICE, P, ROOMY, World, budget_options, drawn, fault, options, resident};
 
 #[test]
 fn scenario_7_a_failed_wait_unmaps_nothing() {
@@ -82,10 +80,8 @@ fn scenario_19_opening_twice_shares_the_runtime() {
     assert_eq!(world.runtime.budget_settings(), (Some(2 * P), 0));
     drop(resident(&world, &vbar, 0..2));
     assert_eq!(again.used_bytes(), 2 * P);
-    let other_pages = RuntimeOptions {
-        page_size: vbar::units::PageSize::new(2 * P).unwrap(),
-        ..options()
-    };
+    let other_pages =
+        RuntimeOptions { page_size: vbar::units::PageSize::new(2 * P).unwrap(), ..options() };
     let refused = Runtime::open(world.sim.driver(), DEVICE, other_pages).map(drop).unwrap_err();
     assert_eq!(refused.code(), ErrorCode::AlreadyOpen);
     drop(again);
@@ -163,8 +159,10 @@ fn books(trial: &Trial) -> (String, String, u64, usize, u64, u64) {
     )
 }
 
+const FOUR: std::ops::Range<u64> = 0..4;
+
 /// Pages of one request: neighbours, whose access is set in one call, or apart.
-const SHAPES: [&[std::ops::Range<u64>]; 2] = [&[0..4], &[0..1, 2..3, 4..5, 6..7]];
+const SHAPES: [&[std::ops::Range<u64>]; 2] = [&[FOUR], &[0..1, 2..3, 4..5, 6..7]];
 
 fn fault_shape(trial: &Trial, shape: &[std::ops::Range<u64>]) -> vbar::Result<Option<Reason>> {
     let ranges: Vec<_> =

@@ -2,8 +2,8 @@
 
 use std::time::Duration;
 
-use vbar::driver::sim::Verb;
 use vbar::driver::Driver;
+use vbar::driver::sim::Verb;
 use vbar::options::Eviction;
 use vbar::units::DeviceOrdinal;
 use vbar::{ErrorCode, Fault, Reason, Runtime};

@@ -8,9 +8,7 @@ use vbar::options::{ContextWaits, RuntimeOptions};
 use vbar::units::Stream;
 use vbar::{Allocation, AllocationFault, Fault, Reason, WaitKind};
 
-use crate::world::{
-    P, ROOMY, World, budget_options, fault, pattern_sum, resident, resident_on,
-};
+use crate::world::{P, ROOMY, World, budget_options, fault, pattern_sum, resident, resident_on};
 
 const DELAY: Duration = Duration::from_millis(1);
 
@@ -99,7 +97,8 @@ fn default_streams_work_with_and_without_a_current_context() {
                     for (bar, allocation) in [(&old, &one), (&new, &two)] {
                         bar.prioritise();
                         world.sim.ctx_set_current(None).unwrap();
-                        let AllocationFault::Refill(fill) = allocation.fault(stream).unwrap() else {
+                        let AllocationFault::Refill(fill) = allocation.fault(stream).unwrap()
+                        else {
                             panic!("{stream:?}: a refill is due");
                         };
                         world.sim.ctx_set_current(context).unwrap();
@@ -120,25 +119,30 @@ fn default_streams_work_with_and_without_a_current_context() {
 }
 
 #[test]
-fn a_hit_on_a_late_page_needs_no_current_context() {
-    let world = World::budget(2);
-    let vbar = world.vbar(1);
-    let reader = world.another_stream();
-    let allocation = vbar.allocate(P).unwrap();
+fn a_hit_on_a_late_page_needs_no_context_and_breaks_no_capture() {
+    let world = World::budget(1);
+    let (old, new) = (world.vbar(1), world.vbar(1));
+    let (second, reader, captured) =
+        (world.another_stream(), world.another_stream(), world.another_stream());
     world.sim.hold_stream(world.stream).unwrap();
-    fill(&world, &allocation, 3, world.stream);
+    let guard = resident(&world, &old, 0..1);
+    world.write(guard.address(), P, 3, world.stream);
+    drop(guard);
+    drop(resident_on(&new, 0..1, second));
+    assert_eq!(new.draw(1), "i");
+    world.sim.begin_capture(captured, CaptureMode::Global).unwrap();
     std::thread::scope(|scope| {
         scope.spawn(|| {
-            let outcome = allocation.fault(reader).unwrap();
-            assert!(matches!(outcome, AllocationFault::Resident(_)), "{outcome:?}");
-            let guard = resident_on(&vbar, 0..1, reader);
-            drop((outcome, guard));
+            drop(resident_on(&new, 0..1, reader));
+            world.sim.release_stream(world.stream).unwrap();
+            // The CPU waits, asking about an event.
+            drop(resident_on(&new, 0..1, Stream::NONE));
+            assert_eq!(world.sim.ctx_get_current().unwrap(), None);
         });
     });
-    world.sim.release_stream(world.stream).unwrap();
+    assert!(world.sim.end_capture(captured).is_ok(), "our calls broke the capture");
     // The unpins of that thread were recorded: nothing waits for the context.
-    let freed = vbar.free_memory(P).unwrap();
-    assert_eq!(freed.bytes, P);
+    assert_eq!(new.free_memory(P).unwrap().bytes, P);
     assert_eq!(world.runtime.statistics().waited(WaitKind::Context).count, 0);
     world.check();
 }

@@ -266,11 +266,15 @@ impl Pager {
                 break Some(why_nothing(&blocked));
             }
             let (ready, late) = self.wait_for_victims(taken)?;
+            // A frame that came here by aliasing may have its old mapping still, and its memory is
+            // the driver's only when that is gone too.
+            let reaped = self.reap();
             released += self.release_or_linger(ready);
             if !late.is_empty() {
                 self.release_or_linger(late);
                 break Some(Shortfall::TimedOut);
             }
+            reaped?;
         };
         self.changed.notify_all();
         Ok(Freed { bytes: u64::from(released) * self.page_bytes(), shortfall })

@@ -151,7 +151,7 @@ impl State {
     /// A page of a bare VBAR was evicted: the watermark sinks to it, so that the next passes do not
     /// chase memory that is not there.
     pub(super) fn sink_watermark(&mut self, bar: u32, page: PageIndex, now: Duration) {
-        // A closing VBAR may be gone by now: this was the last page that it waited for.
+        // Its last page is absent already, so a closing VBAR may be gone.
         let Some(entry) = self.bars.get_mut(&bar) else { return };
         if entry.bar.bound().is_none() {
             entry.watermark = entry.watermark.min(page.0);

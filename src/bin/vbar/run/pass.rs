@@ -37,13 +37,13 @@ impl Course<'_> {
     /// Makes a pass; `between_halves` is called in its middle.
     pub(super) fn pass(
         &self,
-        mut verifier: Option<&mut Verifier>,
+        verifier: Option<&mut Verifier>,
         between_halves: impl FnOnce() -> Result<()>,
     ) -> Result<Counted> {
         let start = Instant::now();
         let filled_before = self.filled_bytes();
         let mut counted = Counted::default();
-        let mut round = verifier.as_deref_mut().map(|v| v.begin(self.compute)).transpose()?;
+        let mut round = verifier.map(|verifier| verifier.begin(self.compute)).transpose()?;
         let count = self.bar.model().tensors().len();
         let middle = count / 2;
         self.stretch(0..middle, round.as_mut(), &mut counted)?;

@@ -8,6 +8,7 @@ use vbar::memory::pager::HeldPins;
 use vbar::units::Stream;
 
 use super::journal::Journal;
+use super::settings::FLOOR_MAX;
 use super::world::{Bare, Bound, World};
 
 /// Stops the threads for a moment and looks. `thread_pages`: pages that their checks pin.
@@ -52,8 +53,12 @@ fn look_at_books(world: &World) {
 /// Nothing beyond the budget but what is pinned or below a floor.
 fn look_at_budget(world: &World, thread_pages: u64) {
     let numbers = world.runtime.numbers();
-    let floors = all_marks(world).into_iter().map(|marks| u64::from(marks.floor)).sum::<u64>();
-    let kept = floors + world.held_pages.load(Ordering::Relaxed) + thread_pages;
+    let marks = all_marks(world);
+    let floors = marks.iter().map(|marks| u64::from(marks.floor)).sum::<u64>();
+    // VBARs that were replaced and that a token keeps open: their floors are not known here.
+    let others = u64::from(numbers.bars).saturating_sub(marks.len() as u64 + thread_pages);
+    let held = world.held_pages.load(Ordering::Relaxed);
+    let kept = floors + others * u64::from(FLOOR_MAX) + held + thread_pages;
     let allowed = numbers.budget_bytes.max(kept * world.page_bytes());
     if numbers.used_bytes - numbers.quarantined_bytes > allowed {
         let drawn = drawings(world);

@@ -7,6 +7,9 @@ use super::choice::Choice;
 use super::worker::Worker;
 use super::world::{BARE_COUNT, Bare, Content};
 
+/// Pages below the highest floor that is ever set.
+pub(super) const FLOOR_MAX: u32 = 3;
+
 impl Worker<'_> {
     /// A VBAR by a number: one of the bare ones or the bound one.
     fn any_vbar(&mut self) -> (usize, Vbar) {
@@ -57,7 +60,7 @@ impl Worker<'_> {
         let (is_floor, pages) = (self.choice.one_in(2), self.pages(16) as u32);
         self.tell(|| format!("marks of VBAR {number}: floor {is_floor}, {pages} pages"));
         if is_floor {
-            vbar.set_floor(pages / 4);
+            vbar.set_floor(pages % (FLOOR_MAX + 1));
             return Ok(());
         }
         vbar.set_watermark(pages)
