@@ -108,8 +108,10 @@ impl Allocation {
             let filling = changed(state, FILLING);
             if self.state.compare_exchange(state, filling, AcqRel, Acquire).is_ok() {
                 let fill = FillGuard { allocation: self, guard: Some(guard) };
-                // Pages that were not lost may still be in use: the writer comes after that.
-                if state & KIND == STALE || (state & KIND == VALID && kept > 0) {
+                // Pages that were not lost may still be in use: the writer comes after that. A forced
+                // end of run gives them other generations and leaves them where they are, so the
+                // generations do not tell; a page that was mapped anew has no users.
+                if matches!(state & KIND, STALE | VALID) {
                     let mut users = fill.users();
                     users.push(ready);
                     match self.order(fill.guard(), &users) {

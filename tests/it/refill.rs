@@ -4,9 +4,10 @@ use std::time::Duration;
 
 use vbar::driver::sim::Verb;
 use vbar::driver::{Driver, DriverCode, KernelCall};
+use vbar::memory::pager::HeldPins;
 use vbar::runtime::FillGuard;
 use vbar::units::Stream;
-use vbar::{Allocation, AllocationFault, RuntimeOptions};
+use vbar::{Allocation, AllocationFault, ErrorCode, RuntimeOptions};
 
 use crate::world::{P, World, options, resident};
 
@@ -108,4 +109,29 @@ fn a_frame_keeps_its_users_when_its_next_page_fails() {
         world.sim.launch_kernel(call, other).unwrap();
     }
     release_and_check(&world, reader);
+}
+
+#[test]
+fn pages_that_were_released_by_force_are_written_after_their_readers() {
+    let world = world(8);
+    let reader = world.sim.stream_create().unwrap();
+    world.sim.module_load().unwrap();
+    let vbar = world.vbar(1);
+    let allocation = vbar.allocate(P).unwrap();
+    let fill = refill(&allocation, world.stream);
+    write(&world, &fill, world.stream);
+    drop(fill.commit(world.stream).unwrap());
+    world.sim.stream_synchronize(world.stream).unwrap();
+    let guard = vbar.fault(0..P, reader).unwrap().resident().unwrap();
+    world.sim.hold_stream(reader).unwrap();
+    let call = KernelCall::Pattern { target: guard.address(), bytes: 8, seed: 2, delay_nanos: 0 };
+    world.sim.launch_kernel(call, reader).unwrap();
+    drop(guard);
+    let token = vbar.fault(0..P, reader).unwrap().resident().unwrap().into_token();
+    vbar.end_of_run(world.stream, HeldPins::Release).unwrap();
+    let fill = refill(&allocation, world.stream);
+    write(&world, &fill, world.stream);
+    drop(fill.commit(world.stream).unwrap());
+    release_and_check(&world, reader);
+    assert_eq!(world.runtime.unpin(token).unwrap_err().code(), ErrorCode::StaleToken);
 }
