@@ -108,9 +108,9 @@ impl Allocation {
             let filling = changed(state, FILLING);
             if self.state.compare_exchange(state, filling, AcqRel, Acquire).is_ok() {
                 let fill = FillGuard { allocation: self, guard: Some(guard) };
-                // Pages that were not lost may still be in use: the writer comes after that. A forced
-                // end of run gives them other generations and leaves them where they are, so the
-                // generations do not tell; a page that was mapped anew has no users.
+                // Pages that were not lost may still be in use: the writer comes after that. A
+                // forced end of run gives them other generations and leaves them where they are,
+                // so the generations do not tell; a page that was mapped anew has no users.
                 if matches!(state & KIND, STALE | VALID) {
                     let mut users = fill.users();
                     users.push(ready);
@@ -270,8 +270,8 @@ impl<'a> FillGuard<'a> {
 
 impl Drop for FillGuard<'_> {
     fn drop(&mut self) {
-        // The guard unpins with a stamp: writes may have been enqueued. Before the state changes, so
-        // that the next writer finds the stamp.
+        // The guard unpins with a stamp: writes may have been enqueued. Before the state changes,
+        // so that the next writer finds the stamp.
         if let Some(guard) = self.guard.take() {
             drop(guard);
             self.allocation.settle(STALE);

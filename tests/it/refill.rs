@@ -100,7 +100,8 @@ fn a_frame_keeps_its_users_when_its_next_page_fails() {
     let call = KernelCall::Pattern { target: guard.address(), bytes: P, seed: 1, delay_nanos: 0 };
     world.sim.launch_kernel(call, reader).unwrap();
     drop(guard);
-    // Its first taker waits for the reader. The frame is mapped at its next page, and then the fence behind its users fails.
+    // The frame is mapped at its next page, whose stream waits for the reader, and then the fence
+    // behind its users fails.
     world.sim.fail_nth(Verb::EventRecord, 1, DriverCode::OUT_OF_MEMORY);
     assert!(rival.fault(0..P, world.stream).is_err());
     if let Some(guard) = rival.fault(P..2 * P, other).unwrap().resident() {

@@ -53,7 +53,8 @@ pub(crate) struct Arguments {
     #[arg(long, value_parser = arguments::budget, value_name = "N|N%")]
     budget: Option<Budget>,
     /// Times that every tensor is used
-    #[arg(long, value_name = "N", default_value_t = 2, value_parser = clap::value_parser!(u32).range(1..))]
+    #[arg(long, value_name = "N", default_value_t = 2)]
+    #[arg(value_parser = clap::value_parser!(u32).range(1..))]
     passes: u32,
     /// auto, cuda[:index] or sim[:options]
     #[arg(long, value_parser = arguments::device, default_value = "auto")]

@@ -65,7 +65,8 @@ pub(crate) struct Arguments {
     #[arg(long, value_name = "S")]
     seed: Option<u64>,
     /// Threads that work at the same time
-    #[arg(long, value_name = "N", default_value_t = 4, value_parser = clap::value_parser!(u32).range(1..=64))]
+    #[arg(long, value_name = "N", default_value_t = 4)]
+    #[arg(value_parser = clap::value_parser!(u32).range(1..=64))]
     threads: u32,
     /// auto, cuda[:index] or sim[:options]
     #[arg(long, value_parser = arguments::device, default_value = "auto")]
