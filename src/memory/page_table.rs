@@ -131,6 +131,8 @@ pub struct Page {
     readers: [AtomicU64; READER_COUNT],
     /// Index of the page's frame; written under the device's lock.
     frame: AtomicU32,
+    /// Pins that graphs hold; raised before the pin is made, lowered after it is given back.
+    graphs: AtomicU32,
 }
 
 /// What came of trying to pin a page.
@@ -195,17 +197,31 @@ impl Page {
     }
 
     /// Takes all pins back. The bytes get a new generation, which makes the holders' unpins stale,
-    /// and their bytes unknown: a holder may still write to them. Returns the pins taken.
+    /// and their bytes unknown: a holder may still write to them. A page that a graph holds keeps
+    /// all its pins: the graph may be launched again. Returns the pins that the page had.
     pub fn force_unpin(&self) -> u32 {
-        let mut taken = 0;
+        let mut had = 0;
         self.update(|word| {
-            taken = word.pins;
+            had = word.pins;
+            // Asked for each attempt: a graph counts itself before it pins, so one that comes in
+            // between makes the exchange fail.
             match word.pins {
                 0 => word,
+                _ if self.graphs.load(Acquire) > 0 => word,
                 _ => Word { pins: 0, generation: next_generation(), ..word },
             }
         });
-        taken
+        had
+    }
+
+    /// Counts a graph that is about to pin the page.
+    pub fn enter_graph(&self) {
+        self.graphs.fetch_add(1, AcqRel);
+    }
+
+    /// Counts a graph off that has given its pin back.
+    pub fn leave_graph(&self) {
+        self.graphs.fetch_sub(1, AcqRel);
     }
 
     /// Claims an absent page, or says what it is instead.

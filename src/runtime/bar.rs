@@ -93,7 +93,7 @@ impl Vbar {
             return Err(Error::new(ErrorCode::InvalidArgument, text));
         }
         let range = self.bar().allocate(bytes)?;
-        self.inner.runtime.pager().update_eager();
+        self.inner.runtime.pager().note_extent(self.bar(), range.end);
         Ok(Allocation::new(Arc::clone(&self.inner), range))
     }
 

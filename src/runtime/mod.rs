@@ -12,7 +12,7 @@ use std::sync::{Arc, Weak};
 
 use crate::driver::{DeviceAttribute, Driver, DriverCode};
 use crate::error::{Error, ErrorCode, Result};
-use crate::memory::pager::{Faulted, Freed, MemoryNumbers, Pager, Request};
+use crate::memory::pager::{Faulted, Freed, MemoryNumbers, Pager, Reclaim, Request};
 use crate::memory::pins::{Pins, Token};
 use crate::options::RuntimeOptions;
 use crate::process;
@@ -251,6 +251,11 @@ impl Runtime {
     /// As [`Vbar::free_memory`].
     pub fn free_memory(&self, bytes: u64) -> Result<Freed> {
         self.pager().free_device_memory(bytes)
+    }
+
+    /// Registers who is asked for frames before pages are evicted; it is not kept alive.
+    pub fn set_reclaim(&self, reclaim: &Arc<dyn Reclaim>) {
+        self.pager().set_reclaim(reclaim);
     }
 
     /// Tells the runtime that a stream is about to be destroyed; it must still be valid.

@@ -60,7 +60,7 @@ impl Vbar {
         }
         self.runtime().pager().prepare_filler()?;
         self.bar().bind(Arc::new(bound), end)?;
-        self.runtime().pager().update_eager();
+        self.runtime().pager().note_extent(self.bar(), end);
         Ok(())
     }
 }

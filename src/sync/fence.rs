@@ -108,7 +108,10 @@ impl Fences {
 
     /// Whether unpins record at once (VBARs exceed the budget) or now and then.
     pub fn set_eager(&self, eager: bool) {
-        self.eager.store(eager, Relaxed);
+        // Not written when nothing changes: the hit path reads it.
+        if self.eager.load(Relaxed) != eager {
+            self.eager.store(eager, Relaxed);
+        }
     }
 
     /// Notes whether a stream is being captured: until it is seen again, or retired, that is what

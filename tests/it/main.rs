@@ -14,6 +14,7 @@ mod scenarios;
 mod scenarios_failures;
 mod scenarios_life;
 mod scenarios_pressure;
+mod seams;
 mod sim_device;
 mod streams;
 mod threads;

@@ -77,7 +77,8 @@ pub struct MemoryNumbers {
 pub enum HeldPins {
     /// They stay.
     Keep,
-    /// They are taken back; their holders' unpins are stale, their pages' bytes unknown.
+    /// They are taken back; their holders' unpins are stale, their pages' bytes unknown. A page
+    /// that a captured graph holds keeps its pins.
     Release,
 }
 
@@ -120,17 +121,23 @@ impl Pager {
             floor: 0,
             healing: Healing::new(self.device.options.heal_window),
             closing: false,
+            extent: 0,
         };
         state.bars.insert(id, entry);
         bar
     }
 
-    /// Tells the fences whether VBARs exceed the budget: then every unpin records at once.
-    pub fn update_eager(&self) {
-        let state = self.state.lock();
-        let open = state.bars.values().filter(|entry| !entry.closing);
-        let bytes = open.fold(0u64, |sum, entry| sum.saturating_add(entry.bar.allocated_bytes()));
-        self.device.fences.set_eager(bytes > state.budget.allowed().0);
+    /// Tells the fences whether VBARs exceed the budget: then every unpin records at once, so that
+    /// what must be evicted has a fence.
+    pub(super) fn update_eager(&self, state: &State) {
+        self.device.fences.set_eager(state.extents > state.budget.allowed().0);
+    }
+
+    /// A VBAR is allocated or bound up to `end`, in bytes.
+    pub fn note_extent(&self, bar: &Bar, end: u64) {
+        let mut state = self.state.lock();
+        state.raise_extent(bar.id, end);
+        self.update_eager(&state);
     }
 
     /// Marks of a VBAR.
@@ -222,8 +229,11 @@ impl Pager {
     }
 
     fn change_budget(&self, change: impl FnOnce(&mut State)) -> Result<()> {
-        change(&mut self.state.lock());
-        self.update_eager();
+        {
+            let mut state = self.state.lock();
+            change(&mut state);
+            self.update_eager(&state);
+        }
         self.device.check()?;
         let _scope = self.device.enter()?;
         self.poll_budget(Poll::Now)?;

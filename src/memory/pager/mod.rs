@@ -8,15 +8,16 @@
 
 mod act;
 mod marks;
+mod patience;
 mod plan;
+mod reclaim;
 mod release;
 mod state;
 mod uses;
 
-use std::collections::HashMap;
 use std::ops::Range;
-use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::sync::{Arc, Weak};
+use std::time::Instant;
 
 use crate::copy::fill::Filler;
 use crate::counters;
@@ -30,15 +31,16 @@ use crate::outcome::{Reason, WaitKind};
 use crate::sync::device::Device;
 use crate::sync::fence::StreamSlot;
 use crate::sync::ticket::Ticket;
-use crate::sync::wait::Wait;
 use crate::sync::{Condvar, Mutex};
 use crate::units::{Generation, PageIndex, Stream};
 
 pub use marks::{BarMarks, HeldPins, MemoryNumbers, Residency};
+pub use reclaim::Reclaim;
 pub use release::{Freed, Shortfall};
 
 use act::{Failure, Writer};
-use plan::{Item, Planned, Protected, Usable};
+use patience::Patience;
+use plan::{Item, Planned, Protected, Standing, Usable};
 use state::State;
 
 /// See the module's text.
@@ -48,6 +50,7 @@ pub struct Pager {
     state: Mutex<State>,
     changed: Condvar,
     filler: Mutex<Option<Arc<Filler>>>,
+    reclaim: Mutex<Option<Weak<dyn Reclaim>>>,
 }
 
 /// Pins on the pages of one range, given back by [`Pager::unpin`].
@@ -126,6 +129,7 @@ impl Pager {
             state: Mutex::new(State::new(budget)),
             changed: Condvar::new(),
             filler: Mutex::new(None),
+            reclaim: Mutex::new(None),
             device,
         }
     }
@@ -402,7 +406,13 @@ impl Pager {
             self.shrink()?;
             let planned = {
                 let mut state = self.state.lock();
-                plan::plan(&mut state, &self.device, &items, usable, patience.turn)?
+                for item in &items {
+                    let end = u64::from(item.pages.end) * self.page_bytes();
+                    state.raise_extent(item.bar.id, end);
+                }
+                self.update_eager(&state);
+                let standing = Standing { turn: patience.turn, reclaim: patience.reclaim() };
+                plan::plan(&mut state, &self.device, &items, usable, standing)?
             };
             match planned {
                 Planned::Ready(protected) => return Ok(Faulted::Resident(protected)),
@@ -420,6 +430,7 @@ impl Pager {
                         }
                     }
                 }
+                Planned::Reclaim(frames) => patience.ask_for(frames),
                 Planned::Wait(kind) => patience.pause(kind)?,
                 Planned::ContextWait if patience.may_wait_for_context(capture) => {
                     self.device.context_wait()?;
@@ -468,6 +479,7 @@ impl Pager {
         if state.frames.held() == held_before && !state.frames.is_creating() {
             let held = u64::from(held_before) * self.page_bytes();
             state.budget.observe(held, memory.free_bytes);
+            self.update_eager(&state);
         }
         Ok(())
     }
@@ -509,52 +521,4 @@ pub(in crate::memory) enum Poll {
     IfDue,
     /// Now.
     Now,
-}
-
-/// What one request has waited for so far, and its place in the line for frames.
-struct Patience<'a> {
-    pager: &'a Pager,
-    waits: HashMap<&'static str, Wait<'a>>,
-    turn: Option<u64>,
-    context_waited: Option<()>,
-    refused_once: Option<()>,
-}
-
-impl<'a> Patience<'a> {
-    fn new(pager: &'a Pager) -> Self {
-        let waits = HashMap::new();
-        Self { pager, waits, turn: None, context_waited: None, refused_once: None }
-    }
-
-    fn pause(&mut self, kind: WaitKind) -> Result<()> {
-        let pager = self.pager;
-        let wait = self.waits.entry(kind.word()).or_insert_with(|| pager.device.wait(kind));
-        match kind {
-            WaitKind::Claim => {
-                let patience = wait.check()?.min(Duration::from_millis(1));
-                let mut state = pager.state.lock();
-                // The claim may be over already: then the wake-up is lost, for a millisecond.
-                pager.changed.wait_for(&mut state, patience);
-                Ok(())
-            }
-            WaitKind::Frame => {
-                self.turn.get_or_insert_with(|| pager.state.lock().line_up());
-                wait.pause()
-            }
-            _ => wait.pause(),
-        }
-    }
-
-    /// Once a request, and never while a known stream is being captured.
-    fn may_wait_for_context(&mut self, capture: CaptureState) -> bool {
-        capture == CaptureState::None && self.context_waited.replace(()).is_none()
-    }
-}
-
-impl Drop for Patience<'_> {
-    fn drop(&mut self) {
-        if let Some(turn) = self.turn {
-            self.pager.state.lock().queue.retain(|waiting| *waiting != turn);
-        }
-    }
 }

@@ -109,6 +109,8 @@ pub(super) enum Planned {
     Ready(Vec<Protected>),
     /// The claims are made; the resident pages of the request are protected.
     Act(Vec<Claim>, Vec<Protected>),
+    /// Nothing has changed; so many frames are missing, and somebody may give them back.
+    Reclaim(u32),
     /// Nothing has changed; ask again when this has moved.
     Wait(WaitKind),
     /// Nothing has changed; frames could be had after a wait for the whole context.
@@ -117,13 +119,30 @@ pub(super) enum Planned {
     Refuse(Reason),
 }
 
-/// Plans a request. `turn` is its place in the line of those that wait for frames, if it waits.
+/// Whether others are asked for frames before pages are evicted.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum Reclaiming {
+    /// Yes: plan without victims first.
+    First,
+    /// They have nothing to give, or there are none.
+    Done,
+}
+
+/// How far a request has come with its waiting.
+#[derive(Clone, Copy)]
+pub(super) struct Standing {
+    /// Its place in the line of those that wait for frames, if it waits.
+    pub(super) turn: Option<u64>,
+    pub(super) reclaim: Reclaiming,
+}
+
+/// Plans a request.
 pub(super) fn plan(
     state: &mut State,
     device: &Device,
     items: &[Item<'_>],
     usable: Usable,
-    turn: Option<u64>,
+    standing: Standing,
 ) -> Result<Planned> {
     let now = device.fences.now();
     let (protected, wanted) = match protect_resident(items)? {
@@ -137,23 +156,29 @@ pub(super) fn plan(
     if usable == Usable::Nothing {
         return Ok(Planned::Refuse(Reason::Capture));
     }
-    if !state.is_turn(turn) {
+    if !state.is_turn(standing.turn) {
         return Ok(Planned::Wait(WaitKind::Frame));
     }
-    let taken = below_watermark(state, device, &wanted, now)
-        .and_then(|()| take_frames(state, device, items, (&wanted, &protected), usable));
+    let taken = below_watermark(state, device, &wanted, now).and_then(|()| {
+        let how = (usable, standing.reclaim);
+        take_frames(state, device, items, (&wanted, &protected), how)
+    });
     Ok(match taken {
         Ok(claims) => Planned::Act(claims, protected),
         Err(Stop::Refuse(reason)) => Planned::Refuse(reason),
         Err(Stop::ContextWait) => Planned::ContextWait,
+        Err(Stop::Reclaim(frames)) => Planned::Reclaim(frames),
         Err(Stop::Wait(kind)) => Planned::Wait(kind),
+        Err(Stop::Error(error)) => return Err(error),
     })
 }
 
 enum Stop {
     Refuse(Reason),
     ContextWait,
+    Reclaim(u32),
     Wait(WaitKind),
+    Error(Error),
 }
 
 type PageOf<'a> = (&'a Arc<Bar>, PageIndex);
@@ -227,10 +252,37 @@ fn take_frames(
     device: &Device,
     items: &[Item<'_>],
     (wanted, protected): (&[PageOf<'_>], &[Protected]),
-    usable: Usable,
+    (usable, reclaim): (Usable, Reclaiming),
 ) -> std::result::Result<Vec<Claim>, Stop> {
     let needed = wanted.len();
-    let page_bytes = device.options.page_size.bytes();
+    let (takes, blocked) = take_spare(state, device, needed, usable);
+    if takes.len() < needed && reclaim == Reclaiming::First {
+        let missing = (needed - takes.len()) as u32;
+        untake(state, takes);
+        return Err(Stop::Reclaim(missing));
+    }
+    let mut search = Search { device, usable, needed, blocked, takes };
+    let own = search.victims(state, items);
+    let Search { takes, blocked, .. } = search;
+    if takes.len() < needed {
+        let allowed = state.budget.allowed().0 / device.options.page_size.bytes();
+        untake(state, takes);
+        // What the request has already counts: it cannot give way to the rest of it.
+        let own: HashSet<_> = protected.iter().map(|own| (own.bar.id, own.page)).collect();
+        let too_large = (needed + own.len()) as u64 > allowed;
+        return Err(blocked.stop(device, too_large, state));
+    }
+    Ok(claim(wanted, takes, own, state))
+}
+
+/// Up to `needed` frames that no page has to give up: free ones, new ones under the budget, and
+/// free ones that are still in use.
+fn take_spare(
+    state: &mut State,
+    device: &Device,
+    needed: usize,
+    usable: Usable,
+) -> (Vec<(Take, Vec<Ticket>)>, Blocked) {
     let mut takes: Vec<(Take, Vec<Ticket>)> = Vec::with_capacity(needed);
     let passed = |users: &[Ticket]| {
         users.iter().all(|user| device.fences.known_passed(*user)).then(Vec::new)
@@ -239,7 +291,8 @@ fn take_frames(
         let Some((frame, users)) = state.frames.take_free(passed) else { break };
         takes.push((Take::Free(frame), users));
     }
-    let created = (needed - takes.len()).min(state.creatable(page_bytes) as usize);
+    let creatable = state.creatable(device.options.page_size.bytes()) as usize;
+    let created = (needed - takes.len()).min(creatable);
     state.frames.start_creating(created as u32);
     takes.extend((0..created).map(|_| (Take::Create, Vec::new())));
     let mut blocked = Blocked::default();
@@ -248,18 +301,7 @@ fn take_frames(
         let Some((frame, users)) = state.frames.take_free(in_use) else { break };
         takes.push((Take::Free(frame), users));
     }
-    let mut search = Search { device, usable, needed, blocked, takes };
-    let own = search.victims(state, items);
-    let Search { takes, blocked, .. } = search;
-    if takes.len() < needed {
-        let allowed = state.budget.allowed().0 / page_bytes;
-        untake(state, takes);
-        // What the request has already counts: it cannot give way to the rest of it.
-        let own: HashSet<_> = protected.iter().map(|own| (own.bar.id, own.page)).collect();
-        let too_large = (needed + own.len()) as u64 > allowed;
-        return Err(blocked.stop(device, too_large, state));
-    }
-    Ok(claim(wanted, takes, own, state))
+    (takes, blocked)
 }
 
 fn claim(
@@ -304,10 +346,15 @@ pub(super) struct Blocked {
     pub(super) pinned: u32,
     pub(super) unknown: u32,
     pub(super) pending: u32,
+    /// The driver would not say: an invalid context or handle, a lost device.
+    pub(super) failed: Option<Error>,
 }
 
 impl Blocked {
-    fn stop(&self, device: &Device, too_large: bool, state: &State) -> Stop {
+    fn stop(self, device: &Device, too_large: bool, state: &State) -> Stop {
+        if let Some(error) = self.failed {
+            return Stop::Error(device.note(error));
+        }
         let strict = device.options.eviction == Eviction::Strict;
         let reason = if state.budget.allowed().1 == BudgetSource::DriverRefused {
             Reason::DriverMemory
@@ -344,9 +391,12 @@ impl Blocked {
             match device.fences.cover(user) {
                 Ok(Cover::Passed) => {}
                 Ok(Cover::Recorded) => remaining.push(user),
-                // An error here is the device's or the context's; the next driver call meets it.
-                Ok(Cover::Unknown) | Err(_) => {
+                Ok(Cover::Unknown) => {
                     self.unknown += 1;
+                    return None;
+                }
+                Err(error) => {
+                    self.failed = Some(error);
                     return None;
                 }
             }

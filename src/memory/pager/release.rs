@@ -258,6 +258,9 @@ impl Pager {
             }
             let (taken, blocked) = take(wanted - released);
             if taken.is_empty() {
+                if let Some(error) = blocked.failed {
+                    return Err(self.device.note(error));
+                }
                 if blocked.unknown > 0 && !context_waited && self.device.may_wait_for_context() {
                     self.device.context_wait()?;
                     context_waited = true;
@@ -372,7 +375,10 @@ impl Pager {
             let entry = state.bar_mut(bar.id);
             entry.closing = true;
             entry.floor = 0;
+            let extent = std::mem::take(&mut entry.extent);
+            state.extents = state.extents.saturating_sub(extent);
             state.closing += 1;
+            self.update_eager(&state);
             // What is left of it is taken before anything else.
             let recency = state.oldest_recency();
             state.set_rank(bar.id, i32::MIN, recency);
@@ -397,20 +403,21 @@ impl Pager {
             let gone = {
                 let mut state = self.state.lock();
                 let Some(entry) = state.bars.get(&id) else { continue };
-                let mut pages = entry.bar.table.touched();
-                if pages.all(|(_, page)| page.word().state == PageState::Absent) {
-                    drop(pages);
-                    state.closing -= 1;
-                    state.bars.remove(&id)
-                } else {
-                    None
+                let states = entry.bar.table.touched().map(|(_, page)| page.word().state);
+                let left: Vec<PageState> =
+                    states.filter(|state| *state != PageState::Absent).collect();
+                // A page in quarantine will never be absent: its addresses are lost.
+                if left.iter().any(|state| *state != PageState::Quarantined) {
+                    continue;
                 }
+                state.closing -= 1;
+                (state.bars.remove(&id), left.is_empty())
             };
-            if let Some(entry) = gone {
-                if let Err(error) = space::free(&*self.device.driver, entry.bar.space) {
-                    log::error!("addresses of VBAR {id} are lost: {}", self.device.note(error));
-                }
-                self.update_eager();
+            let (Some(entry), all_absent) = gone else { continue };
+            if !all_absent {
+                log::error!("addresses of VBAR {id} are lost: it has pages in quarantine");
+            } else if let Err(error) = space::free(&*self.device.driver, entry.bar.space) {
+                log::error!("addresses of VBAR {id} are lost: {}", self.device.note(error));
             }
         }
         Ok(())

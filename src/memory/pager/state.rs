@@ -32,6 +32,8 @@ pub(super) struct BarState {
     pub(super) healing: Healing,
     /// Closed by its owner; freed when its last page is absent.
     pub(super) closing: bool,
+    /// Bytes from its start that were allocated, bound or faulted so far.
+    pub(super) extent: u64,
 }
 
 /// A mapping that outlasts the page's hold on its frame: removed when its users have passed.
@@ -65,6 +67,8 @@ pub(super) struct State {
     pub(super) quarantined_pages: u32,
     /// VBARs that are closing.
     pub(super) closing: u32,
+    /// The extents of all VBARs that are not, together.
+    pub(super) extents: u64,
     /// Requests that wait for frames, in the order in which they came.
     pub(super) queue: VecDeque<u64>,
     next_turn: u64,
@@ -84,6 +88,7 @@ impl State {
             lingering: Vec::new(),
             quarantined_pages: 0,
             closing: 0,
+            extents: 0,
             queue: VecDeque::new(),
             next_turn: 0,
             newest: 0,
@@ -117,6 +122,16 @@ impl State {
     pub(super) fn oldest_recency(&mut self) -> i64 {
         self.oldest -= 1;
         self.oldest
+    }
+
+    /// A VBAR is used up to `end`, in bytes.
+    pub(super) fn raise_extent(&mut self, bar: u32, end: u64) {
+        let Some(entry) = self.bars.get_mut(&bar) else { return };
+        let raised = end.saturating_sub(entry.extent);
+        if !entry.closing && raised > 0 {
+            entry.extent = end;
+            self.extents = self.extents.saturating_add(raised);
+        }
     }
 
     pub(super) fn bar(&self, id: u32) -> &BarState {

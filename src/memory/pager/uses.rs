@@ -166,26 +166,40 @@ impl Pager {
     #[cold]
     pub(super) fn keep_for_graph(&self, bar: &Arc<Bar>, hold: &Hold) -> Result<()> {
         let pages = hold.pages.clone();
-        let Some((pinned, _)) = self.pin(bar, pages.clone(), Stream::NONE, None)? else {
-            let text = "the pins were released by force while the stream was captured";
-            return Err(Error::new(ErrorCode::StaleToken, text));
-        };
-        let kept = Arc::clone(bar);
-        let release = move || {
-            for ((_, page), generation) in
-                kept.table.pages(pages).zip(pinned.generations.as_slice())
-            {
-                // Called on a driver thread: only the counts change, no fence is needed since a
-                // graph is destroyed after its launches are done.
-                let _ = page.unpin(*generation);
+        bar.table.pages(pages.clone()).for_each(|(_, page)| page.enter_graph());
+        let pinned = match self.pin(bar, pages.clone(), Stream::NONE, None) {
+            Ok(Some((pinned, _))) => pinned,
+            missing => {
+                bar.table.pages(pages).for_each(|(_, page)| page.leave_graph());
+                let text = "the pins were released by force while the stream was captured";
+                return missing.and(Err(Error::new(ErrorCode::StaleToken, text)));
             }
         };
-        // When this fails the closure is dropped uncalled, and the pins with it are given back
-        // here: no graph holds the pages, and the caller is told.
-        let retained = self.device.driver.graph_retain(hold.stream, Box::new(release));
+        let release = GraphPins { bar: Arc::clone(bar), pinned };
+        // When this fails the pins are given back as the closure is dropped uncalled: no graph
+        // holds the pages, and the caller is told.
+        let retained = self.device.driver.graph_retain(hold.stream, Box::new(|| drop(release)));
         retained.map_err(|error: DriverError| {
-            self.release_unused(bar, hold);
             self.device.note(Error::from(error).context("no graph holds the pages"))
         })
+    }
+}
+
+/// Pins of a graph. Given back on a driver thread: only counts change, and no fence is needed,
+/// since a graph is destroyed after its launches are done.
+struct GraphPins {
+    bar: Arc<Bar>,
+    pinned: Hold,
+}
+
+impl Drop for GraphPins {
+    fn drop(&mut self) {
+        let pages = self.bar.table.pages(self.pinned.pages.clone());
+        for ((_, page), generation) in pages.zip(self.pinned.generations.as_slice()) {
+            // A forced end of run leaves the pins of graphs alone, so this cannot be stale.
+            let unpinned = page.unpin(*generation);
+            debug_assert!(unpinned.is_ok(), "a graph's pin was taken");
+            page.leave_graph();
+        }
     }
 }
