@@ -3,7 +3,7 @@
 MODEL := demo-data/model.safetensors
 VBAR  := $(or $(CARGO_TARGET_DIR),target)/release/vbar
 
-.PHONY: help demo test fmt clippy doc bench tools clean-demo
+.PHONY: help demo test fmt clippy doc bench header device device-bundle tools clean-demo
 
 help:
 	@echo "make demo    stream a synthetic model of 1 GiB through a budget of 40 %, verified"
@@ -11,15 +11,20 @@ help:
 	@echo "make fmt     format the source"
 	@echo "make clippy  lints, warnings denied"
 	@echo "make doc     documentation, warnings denied"
-	@echo "make bench   benchmarks"
+	@echo "make bench   benchmarks, on a GPU where there is one"
+	@echo "make header  write include/vbar.h anew"
+	@echo "make device  the suite on a real GPU; fails where there is none"
+	@echo "make device-bundle  packs that suite for machines without Rust"
 
 # Says what is missing and what to do about it.
 tools:
 	@missing=0; \
 	command -v cargo >/dev/null || { missing=1; \
-	  echo "missing: cargo. Install Rust: curl https://sh.rustup.rs -sSf | sh" >&2; }; \
+	  echo "missing: cargo. Install Rust with rustup: https://rustup.rs" >&2; }; \
 	command -v cc >/dev/null || { missing=1; \
 	  echo "missing: cc, the linker that Rust calls. Debian, Ubuntu: apt-get install gcc libc6-dev" >&2; }; \
+	command -v python3 >/dev/null || { missing=1; \
+	  echo "missing: python3, which tests the Python package. Debian, Ubuntu: apt-get install python3" >&2; }; \
 	exit $$missing
 
 demo: tools
@@ -42,6 +47,17 @@ doc: tools
 
 bench: tools
 	cargo bench
+
+header: tools
+	cargo run --quiet --example header > include/vbar.h.new
+	mv include/vbar.h.new include/vbar.h
+
+# Needs a GPU and fails without one.
+device: device-bundle
+	device-bundle/device-run.sh
+
+device-bundle: tools
+	scripts/device-bundle.sh
 
 clean-demo:
 	rm -rf demo-data

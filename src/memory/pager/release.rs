@@ -142,7 +142,8 @@ impl Pager {
         }
         self.release_or_linger(pages);
         self.changed.notify_all();
-        Ok(())
+        // A released frame's memory lives on behind an old mapping that nobody needs any more.
+        self.reap()
     }
 
     /// Takes up to `count` pages of any VBAR, lowest rank first, whose users a fence covers.

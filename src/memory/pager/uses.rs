@@ -91,7 +91,7 @@ impl Pager {
             let ticket = self.device.fences.stamp(slot);
             for (_, page) in bar.table.pages(hold.pages.clone()) {
                 if !page.stamp(ticket, |other| self.device.fences.known_passed(other)) {
-                    self.join_stamp(page, ticket, stream, slot);
+                    self.join_stamp(page, stream, slot);
                 }
             }
             // The slot may have gone to another stream before the stamps were in place.
@@ -122,11 +122,13 @@ impl Pager {
 
     /// A page that remembers four other streams: ours waits for one of them and takes its place.
     #[cold]
-    fn join_stamp(&self, page: &Page, ticket: Ticket, stream: Stream, slot: StreamSlot) {
+    fn join_stamp(&self, page: &Page, stream: Stream, slot: StreamSlot) {
         let fences = &self.device.fences;
         for user in page.users() {
             let joined = matches!(fences.cover(user), Ok(Cover::Recorded | Cover::Passed))
                 && fences.stream_wait(stream, slot, user).is_ok_and(|waits| waits);
+            // Stamped anew: a record of another thread may cover the old stamp and not the wait.
+            let ticket = fences.stamp(slot);
             if joined && page.replace_stamp(user, ticket) {
                 return;
             }
