@@ -144,6 +144,43 @@ fn the_door_keeps_its_contract() {
     door::check_door(driver(), DEVICE);
 }
 
+/// A driver was seen to free its record of a handle twice when this happened at once, and took the
+/// process with it; see `driver/cuda`.
+#[test]
+fn a_handle_is_released_while_its_last_mapping_goes() {
+    let _turn = TURN.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+    let driver = driver();
+    let context = driver.device_primary_ctx_retain(DEVICE).unwrap();
+    let rounds = 20_000;
+    std::thread::scope(|scope| {
+        for _ in 0..2 {
+            let (handles, released) = std::sync::mpsc::sync_channel::<Option<_>>(0);
+            let driver = &driver;
+            scope.spawn(move || {
+                driver.ctx_set_current(Some(context)).unwrap();
+                while let Ok(Some(frame)) = released.recv() {
+                    driver.mem_release(frame).unwrap();
+                }
+            });
+            scope.spawn(move || {
+                driver.ctx_set_current(Some(context)).unwrap();
+                let address = driver.mem_address_reserve(P, P).unwrap();
+                for round in 0..rounds {
+                    let frame = driver.mem_create(DEVICE, P).unwrap();
+                    driver.mem_map(address, P, frame).unwrap();
+                    driver.mem_set_access(address, P, &[DEVICE]).unwrap();
+                    handles.send(Some(frame)).unwrap();
+                    (0..round % 400).for_each(|_| std::hint::spin_loop());
+                    driver.mem_unmap(address, P).unwrap();
+                }
+                handles.send(None).unwrap();
+                driver.mem_address_free(address, P).unwrap();
+            });
+        }
+    });
+    driver.device_primary_ctx_release(DEVICE).unwrap();
+}
+
 /// A long kernel reads a page; it is unpinned right after the launch and its frame is taken, by
 /// aliasing, by waiting, or given to the driver: the kernel's result is intact every time.
 fn check_long_kernel(options: RuntimeOptions, rounds: u64) {

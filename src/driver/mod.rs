@@ -14,8 +14,9 @@
 //! * **Mapping is explicit.** A handle is mapped whole, at page boundaries, into reserved and
 //!   unmapped addresses; it has no access until `mem_set_access`. Unmapping names exactly mapped
 //!   ranges. A handle may be mapped at several addresses. Memory of a released handle lives until
-//!   its last mapping goes. A reservation with live mappings cannot be freed. None of these calls
-//!   waits for the device: the caller knows that no pending work uses what it unmaps.
+//!   its last mapping goes, also when the two happen at once on two threads. A reservation with
+//!   live mappings cannot be freed. None of these calls waits for the device: the caller knows
+//!   that no pending work uses what it unmaps.
 //! * **Streams run in order and apart.** Work on one stream runs in the order of its enqueuing;
 //!   work on two is unordered, except through `stream_wait_event` and the legacy default stream,
 //!   which waits for, and is waited for by, all blocking streams of its context (those made here

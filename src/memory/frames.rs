@@ -17,6 +17,8 @@ pub enum Place {
     Free,
     /// Behind a page, or on its way there.
     Mapped,
+    /// On its way back to the driver; an old mapping of it has to go first.
+    Leaving,
     /// In a state that the driver alone knows, after a failed undo. Never used again.
     Quarantined,
 }
@@ -33,6 +35,9 @@ pub struct Frame {
     /// It is mapped at addresses too that could not be unmapped: releasing its handle would not
     /// give its memory back.
     stray: bool,
+    /// Mappings at addresses that the frame has left, and that are not removed yet. Until then the
+    /// memory would outlive its handle, and the books would not be the driver's.
+    old_mappings: u32,
 }
 
 /// All frames of a device.
@@ -44,6 +49,7 @@ pub struct Frames {
     creating: u32,
     held: u32,
     quarantined: u32,
+    leaving: u32,
     peak: u32,
 }
 
@@ -93,7 +99,8 @@ impl Frames {
     pub fn created(&mut self, handle: FrameHandle) -> FrameIndex {
         self.creating -= 1;
         self.held += 1;
-        let frame = Some(Frame { handle, place: Place::Mapped, users: Vec::new(), stray: false });
+        let (place, users) = (Place::Mapped, Vec::new());
+        let frame = Some(Frame { handle, place, users, stray: false, old_mappings: 0 });
         match self.vacant.pop() {
             Some(index) => {
                 self.frames[index as usize] = frame;
@@ -137,20 +144,60 @@ impl Frames {
         self.free.push(index);
     }
 
+    /// Takes a free frame that could go back to the driver at once: `passed` holds for its users,
+    /// and it has no old mapping.
+    pub fn take_releasable(&mut self, passed: impl Fn(&[Ticket]) -> bool) -> Option<FrameIndex> {
+        let may_go = |index: &FrameIndex| {
+            let frame = self.frame(*index);
+            frame.old_mappings == 0 && passed(&frame.users)
+        };
+        let at = self.free.iter().rposition(may_go)?;
+        let index = self.free.remove(at);
+        self.frame_mut(index).place = Place::Mapped;
+        Some(index)
+    }
+
+    /// Frames that wait for an old mapping to go before they go back to the driver.
+    #[must_use]
+    pub fn leaving(&self) -> u32 {
+        self.leaving
+    }
+
+    /// Counts a mapping that the frame leaves behind.
+    pub fn leave_mapping(&mut self, index: FrameIndex) {
+        self.frame_mut(index).old_mappings += 1;
+    }
+
+    /// A mapping that the frame left behind is gone. Gives the handle out if the frame was waiting
+    /// for that to go back to the driver.
+    pub fn drop_old_mapping(&mut self, index: FrameIndex) -> Option<FrameHandle> {
+        let frame = self.frame_mut(index);
+        frame.old_mappings -= 1;
+        if frame.old_mappings > 0 || frame.place != Place::Leaving {
+            return None;
+        }
+        frame.place = Place::Mapped;
+        self.leaving -= 1;
+        self.remove(index)
+    }
+
     /// Notes that a mapping of the frame could not be removed. It still serves pages; the driver
     /// never gets it back.
     pub fn note_stray(&mut self, index: FrameIndex) {
-        // A frame whose handle was released meanwhile has no entry to note it in.
-        if let Some(Some(frame)) = self.frames.get_mut(index as usize) {
-            frame.stray = true;
-        }
+        self.frame_mut(index).stray = true;
     }
 
     /// Forgets a frame that the caller releases to the driver, and gives its handle out. `None` for
-    /// one with a stray mapping, which goes into quarantine instead.
+    /// one with a stray mapping, which goes into quarantine instead, and for one that has to wait
+    /// for an old mapping to go.
     pub fn remove(&mut self, index: FrameIndex) -> Option<FrameHandle> {
         if self.frame(index).stray {
             self.quarantine(index);
+            return None;
+        }
+        if self.frame(index).old_mappings > 0 {
+            self.frame_mut(index).place = Place::Leaving;
+            self.leaving += 1;
             return None;
         }
         let frame = self.frames[index as usize].take().expect("a frame is removed once");
@@ -191,6 +238,7 @@ impl Frames {
         let count = |place| self.frames.iter().flatten().filter(|f| f.place == place).count();
         count(Place::Free) == self.free.len()
             && count(Place::Quarantined) == self.quarantined as usize
+            && count(Place::Leaving) == self.leaving as usize
             && self.frames.iter().flatten().count() == self.held as usize
     }
 
@@ -220,6 +268,12 @@ mod tests {
         let (again, users) = frames.take_free(|users| Some(users.to_vec())).unwrap();
         assert_eq!((again, users.len()), (one, 1));
         assert_eq!(frames.remove(again), Some(FrameHandle(1)));
+        frames.start_creating(1);
+        let two = frames.created(FrameHandle(3));
+        frames.leave_mapping(two);
+        assert_eq!((frames.remove(two), frames.held(), frames.leaving()), (None, 1, 1));
+        assert_eq!(frames.drop_old_mapping(two), Some(FrameHandle(3)));
+        assert_eq!((frames.held(), frames.leaving()), (0, 0));
         frames.quarantine_handle(FrameHandle(2));
         assert_eq!((frames.held(), frames.quarantined()), (1, 1));
         assert!(frames.is_valid());

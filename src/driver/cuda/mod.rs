@@ -35,6 +35,11 @@ pub struct Cuda {
     version: i32,
     devices: Vec<Device>,
     kernels: kernels::Loaded,
+    /// Held while a frame or a mapping goes. A driver (580.159, CUDA 13.0) that released a handle
+    /// on one thread while another one unmapped its last mapping freed its record of it twice:
+    /// `abort` in `free`, called from `cuMemUnmap`, within seconds. The driver takes these calls
+    /// one at a time anyway, so the lock costs nothing that can be measured.
+    unmapping: Mutex<()>,
 }
 
 struct Device {
@@ -91,7 +96,8 @@ impl Cuda {
             Ok(Device { handle, primary: AtomicUsize::new(0) })
         };
         let devices = (0..count).map(device).collect::<DriverResult<_>>()?;
-        Ok(Self { api, version, devices, kernels: kernels::Loaded::default() })
+        let (kernels, unmapping) = (kernels::Loaded::default(), Mutex::new(()));
+        Ok(Self { api, version, devices, kernels, unmapping })
     }
 
     fn device(&self, call: &'static str, ordinal: DeviceOrdinal) -> DriverResult<&Device> {
@@ -291,11 +297,13 @@ impl Driver for Cuda {
     }
 
     fn mem_release(&self, frame: FrameHandle) -> DriverResult<()> {
+        let _alone = self.unmapping.lock();
         // SAFETY: a handle is a number that the driver looks up. Mapped memory lives on.
         check("cuMemRelease", unsafe { (self.api.cuMemRelease)(frame.0) })
     }
 
     fn mem_map(&self, address: DeviceAddress, bytes: u64, frame: FrameHandle) -> DriverResult<()> {
+        let _alone = self.unmapping.lock();
         // SAFETY: numbers that the driver looks up; it maps into unmapped reserved addresses only.
         let code = unsafe { (self.api.cuMemMap)(address.0, bytes as usize, 0, frame.0, 0) };
         check("cuMemMap", code)
@@ -325,6 +333,7 @@ impl Driver for Cuda {
     }
 
     fn mem_unmap(&self, address: DeviceAddress, bytes: u64) -> DriverResult<()> {
+        let _alone = self.unmapping.lock();
         // SAFETY: the driver looks the range up among its mappings. Work that still uses it faults
         // on the device, which is an error of a later call.
         let code = unsafe { (self.api.cuMemUnmap)(address.0, bytes as usize) };

@@ -190,6 +190,9 @@ impl Pager {
         }
         {
             let mut state = self.state.lock();
+            for old in &lingering {
+                state.frames.leave_mapping(old.bar.table.page(old.page).frame());
+            }
             state.lingering.extend(lingering);
             for entry in &placed {
                 if let Take::Victim(victim) = &entry.claim.take {

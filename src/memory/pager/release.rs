@@ -100,13 +100,20 @@ impl Pager {
             let mut state = self.state.lock();
             match frame {
                 Some((frame, _)) => state.frames.quarantine(frame),
-                None => state.frames.note_stray(victim.frame),
+                None => {
+                    state.frames.note_stray(victim.frame);
+                    state.frames.drop_old_mapping(victim.frame);
+                }
             }
             return false;
         }
         victim.entry().settle(PageState::Absent);
-        let Some((frame, destination)) = frame else { return false };
         let mut state = self.state.lock();
+        let Some((frame, destination)) = frame else {
+            let handle = state.frames.drop_old_mapping(victim.frame);
+            drop(state);
+            return handle.is_some_and(|handle| self.release_handle(handle));
+        };
         let over = state.excess(self.page_bytes()) > 0;
         if destination == Destination::FreeList && !over {
             state.frames.put_free(frame, Vec::new());
@@ -129,7 +136,7 @@ impl Pager {
             }
             let on_their_way =
                 state.lingering.iter().filter(|entry| entry.frame != LingeringFrame::Moved).count();
-            excess = excess.saturating_sub(on_their_way as u32);
+            excess = excess.saturating_sub(on_their_way as u32 + state.frames.leaving());
             let free = take_passed_free(&mut state, self, excess);
             excess -= free.len() as u32;
             let pages = self.take_by_rank(&mut state, excess, &mut Blocked::default());
@@ -540,13 +547,10 @@ fn take_passed_free(
     pager: &Pager,
     count: u32,
 ) -> Vec<crate::driver::FrameHandle> {
-    let passed = |users: &[Ticket]| {
-        let passed = pager.passed(users);
-        passed.is_ok_and(|passed| passed).then(Vec::new)
-    };
+    let passed = |users: &[Ticket]| pager.passed(users).is_ok_and(|passed| passed);
     let mut handles = Vec::new();
     while handles.len() < count as usize {
-        let Some((frame, _)) = state.frames.take_free(passed) else { break };
+        let Some(frame) = state.frames.take_releasable(passed) else { break };
         handles.extend(state.frames.remove(frame));
     }
     handles
