@@ -69,7 +69,11 @@ fn median(mut values: Vec<f64>) -> f64 {
 fn rounds(mut measure: impl FnMut() -> Result<f64>) -> Result<f64> {
     measure()?;
     let values: Result<Vec<f64>> = (0..ROUNDS).map(|_| measure()).collect();
-    Ok(median(values?))
+    let values = values?;
+    if std::env::var_os("VBAR_BENCH_ROUNDS").is_some() {
+        println!("  rounds: {values:.0?}");
+    }
+    Ok(median(values))
 }
 
 fn nanos_each(started: Instant, count: u32) -> f64 {

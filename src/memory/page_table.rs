@@ -121,9 +121,9 @@ pub fn next_generation() -> Generation {
 /// Readers that a page remembers apart; more are joined by an event.
 pub const READER_COUNT: usize = 4;
 
-/// One page: its word and the tickets of its users. A cache line, so that threads on neighbouring
-/// pages do not slow one another.
-#[repr(align(64))]
+/// One page: its word and the tickets of its users. Two cache lines, which processors fetch in
+/// pairs, so that threads on neighbouring pages do not slow one another.
+#[repr(align(128))]
 #[derive(Default)]
 pub struct Page {
     word: AtomicU64,

@@ -58,7 +58,12 @@ impl Ticks {
         let nanos = self.started.elapsed().as_nanos().max(1);
         let ticks = u128::from(read().wrapping_sub(self.first));
         let interval = self.interval.as_nanos() * ticks / nanos;
-        self.interval_ticks.store(u64::try_from(interval).unwrap_or(u64::MAX), Relaxed);
+        let interval = u64::try_from(interval).unwrap_or(u64::MAX);
+        // Every hit reads it: not written for less than a hundredth.
+        let known = self.interval_ticks.load(Relaxed);
+        if interval.abs_diff(known) > known / 100 {
+            self.interval_ticks.store(interval, Relaxed);
+        }
     }
 }
 

@@ -40,6 +40,8 @@ pub struct StreamSlot {
     id: u64,
 }
 
+/// Apart from its neighbours by the two cache lines that processors fetch together.
+#[repr(align(128))]
 struct Slot {
     /// The stream's id plus one; `FREE` or `RETIRED`.
     id: AtomicU64,
