@@ -5,9 +5,10 @@
 //! caller's. Does not know what the frames are used for.
 
 /// What determines the budget at the moment, for messages.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub enum BudgetSource {
     /// The explicit limit.
+    #[default]
     Limit,
     /// Frames held and driver-free memory less headroom.
     DriverFree,
@@ -81,14 +82,14 @@ impl Budget {
         self.headroom
     }
 
-    /// Takes in what the driver called free while we held `held` bytes of frames.
-    pub fn observe(&mut self, held: u64, free: u64) {
+    /// Takes in what the driver called free, of `total` bytes, while we held `held` bytes of frames.
+    pub fn observe(&mut self, held: u64, free: u64, total: u64) {
         self.observed = Some(Observation { held, free });
         self.refused_at = None;
         let automatic = (held + free).saturating_sub(self.headroom);
         if automatic < held {
             self.shrunk_to = Some(automatic);
-        } else if self.shrunk_to.is_some() && free >= self.growth_threshold() {
+        } else if self.shrunk_to.is_some() && free >= self.growth_threshold(total) {
             self.shrunk_to = None;
         }
     }
@@ -117,10 +118,12 @@ impl Budget {
     }
 
     /// Growing back after a shrink needs twice the headroom, and up to a quarter more that differs
-    /// between processes, so that two of them do not trade pages for ever.
-    fn growth_threshold(&self) -> u64 {
+    /// between processes, so that two of them do not trade pages for ever. Where so much can never
+    /// be free, halfway from the headroom to all of the device will do.
+    fn growth_threshold(&self, total: u64) -> u64 {
         let twice = self.headroom.saturating_mul(2);
-        twice.saturating_add(twice / 4 * (self.jitter % 256) / 256)
+        let threshold = twice.saturating_add(twice / 4 * (self.jitter % 256) / 256);
+        threshold.min(self.headroom + total.saturating_sub(self.headroom) / 2)
     }
 }
 
@@ -134,29 +137,38 @@ mod tests {
     fn the_smallest_bound_holds_and_is_named() {
         let mut budget = Budget::new(Some(10 * P + 3), P, P, 0);
         assert_eq!(budget.allowed(), (10 * P, BudgetSource::Limit));
-        budget.observe(2 * P, 5 * P);
+        budget.observe(2 * P, 5 * P, 1000 * P);
         assert_eq!(budget.allowed(), (6 * P, BudgetSource::DriverFree));
         budget.refuse(3 * P);
         assert_eq!(budget.allowed(), (3 * P, BudgetSource::DriverRefused));
-        budget.observe(3 * P, 100 * P);
+        budget.observe(3 * P, 100 * P, 1000 * P);
         assert_eq!(budget.allowed(), (10 * P, BudgetSource::Limit));
     }
 
     #[test]
     fn growing_back_needs_twice_the_headroom() {
         let mut budget = Budget::new(None, 2 * P, P, 0);
-        budget.observe(6 * P, P);
+        budget.observe(6 * P, P, 1000 * P);
         assert_eq!(budget.allowed(), (5 * P, BudgetSource::Shrunk));
-        budget.observe(5 * P, 3 * P);
+        budget.observe(5 * P, 3 * P, 1000 * P);
         assert_eq!(budget.allowed(), (5 * P, BudgetSource::Shrunk));
-        budget.observe(5 * P, 4 * P);
+        budget.observe(5 * P, 4 * P, 1000 * P);
         assert_eq!(budget.allowed(), (7 * P, BudgetSource::DriverFree));
+    }
+
+    #[test]
+    fn a_headroom_of_most_of_the_device_does_not_stick() {
+        let mut budget = Budget::new(None, 8 * P, P, 0);
+        budget.observe(2 * P, 7 * P, 10 * P);
+        assert_eq!(budget.allowed(), (P, BudgetSource::Shrunk));
+        budget.observe(P, 9 * P, 10 * P);
+        assert_eq!(budget.allowed(), (2 * P, BudgetSource::DriverFree));
     }
 
     #[test]
     fn headroom_beyond_everything_leaves_nothing() {
         let mut budget = Budget::new(None, u64::MAX, P, 255);
-        budget.observe(4 * P, 4 * P);
+        budget.observe(4 * P, 4 * P, 1000 * P);
         assert_eq!(budget.allowed().0, 0);
     }
 }

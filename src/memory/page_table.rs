@@ -410,6 +410,13 @@ impl PageTable {
         &pages[index.0 as usize % CHUNK]
     }
 
+    /// A page's word, without making its place in the table: absent if it was never touched.
+    #[must_use]
+    pub fn word(&self, index: PageIndex) -> Word {
+        let pages = self.chunks[index.0 as usize / CHUNK].get();
+        pages.map_or(Word::unpack(0), |pages| pages[index.0 as usize % CHUNK].word())
+    }
+
     /// The pages of a range, with their indexes.
     pub fn pages(&self, range: Range<u32>) -> impl Iterator<Item = (PageIndex, &Page)> {
         range.map(|index| (PageIndex(index), self.page(PageIndex(index))))

@@ -9,7 +9,7 @@ use std::sync::Arc;
 
 use super::bar::{Fault, Guard, VbarInner};
 use crate::driver::CaptureState;
-use crate::error::{Error, ErrorCode, Result};
+use crate::error::{ErrorCode, Result};
 use crate::outcome::{Reason, WaitKind};
 use crate::sync::ticket::Ticket;
 use crate::sync::{AcqRel, Acquire, AtomicU64, Relaxed, Release};
@@ -111,16 +111,15 @@ impl Allocation {
                 // Pages that were not lost may still be in use: the writer comes after that. A
                 // forced end of run gives them other generations and leaves them where they are,
                 // so the generations do not tell; a page that was mapped anew has no users.
-                if matches!(state & KIND, STALE | VALID) {
-                    let mut users = fill.users();
-                    users.push(ready);
-                    match self.order(fill.guard(), &users) {
-                        // No fence covers a use, and the CPU may not wait for the context.
-                        Err(error) if error.code() == ErrorCode::Unsupported => {
-                            return Ok(self.refuse(Reason::FenceUnknown));
-                        }
-                        ordered => ordered?,
+                // Never written does not mean never used: the pages may have been faulted raw.
+                let mut users = fill.users();
+                users.push(ready);
+                match self.order(fill.guard(), &users) {
+                    // No fence covers a use, and the CPU may not wait for the context.
+                    Err(error) if error.code() == ErrorCode::Unsupported => {
+                        return Ok(self.refuse(Reason::FenceUnknown));
                     }
+                    ordered => ordered?,
                 }
                 return Ok(AllocationFault::Refill(fill));
             }
@@ -143,7 +142,9 @@ impl Allocation {
         }
     }
 
-    /// The bytes are no good any more: the next fault asks for a refill. Not during a fill.
+    /// The bytes are no good any more: the next fault asks for a refill, which comes after all uses
+    /// whose guards were given back. Whoever still holds a guard may read what the next filler
+    /// writes: give guards back first. Does nothing during a fill.
     pub fn invalidate(&self) {
         let state = self.state.load(Acquire);
         if state & KIND == VALID {
@@ -240,21 +241,15 @@ impl<'a> FillGuard<'a> {
         Ok(guard)
     }
 
-    /// A fence behind the writes.
+    /// A fence behind the writes. The pages remember it: the stream may be another one than the
+    /// fault's, and nobody may take the frames before the writes are done.
     fn record(&self, stream: Stream) -> Result<Ticket> {
-        let device = self.allocation.vbar.runtime.device();
-        device.check()?;
-        let _scope = device.enter()?;
-        match device.inspect(stream)? {
-            (_, None) => Ok(Ticket::NONE),
-            (CaptureState::None, Some(slot)) => {
-                device.fences.record(stream, slot).map_err(|error| device.note(error))
-            }
-            _ => {
-                let text = "bytes that a graph will write cannot be committed";
-                Err(Error::new(ErrorCode::Unsupported, text))
-            }
+        let vbar = &self.allocation.vbar;
+        if stream.is_none() {
+            vbar.runtime.device().check()?;
+            return Ok(Ticket::NONE);
         }
+        vbar.runtime.pager().also_used_on(&vbar.bar, self.guard().hold(), stream)
     }
 
     fn guard(&self) -> &Guard<'a> {

@@ -254,7 +254,7 @@ impl<'a> Guard<'a> {
     /// What the driver says of the stream; `Unsupported` while it is being captured.
     pub fn also_used_on(&self, stream: Stream) -> Result<()> {
         let hold = self.hold.as_ref().expect("a guard holds until it is consumed");
-        self.vbar.runtime.pager().also_used_on(&self.vbar.bar, hold, stream)
+        self.vbar.runtime.pager().also_used_on(&self.vbar.bar, hold, stream).map(|_| ())
     }
 
     /// Unpins, as dropping does, and says what failed.

@@ -84,12 +84,24 @@ impl Runtime {
             runtime.apply(&options)?;
             return Ok(runtime);
         }
-        let runtime = Self::open_new(Arc::clone(&driver), device, options)?;
+        let runtime = Self::open_new(Arc::clone(&driver), device, options);
+        // Said with no lock held: the logger is the program's.
+        let described = || driver.description();
+        let runtime = match runtime {
+            Ok(runtime) => runtime,
+            Err(error) => {
+                drop(registry);
+                log::info!("device {device} was not opened on {}: {error}", described());
+                return Err(error);
+            }
+        };
         registry.push(Registered {
             driver: Arc::downgrade(&driver),
             device,
             runtime: Arc::downgrade(&runtime.inner),
         });
+        drop(registry);
+        log::info!("device {device} opened on {}", described());
         Ok(runtime)
     }
 
@@ -116,6 +128,7 @@ impl Runtime {
             let text = format!("device {ordinal} does not exist: the driver has {count}");
             return Err(Error::new(ErrorCode::DeviceNotRegistered, text));
         }
+        check_headroom(&*driver, ordinal, options.headroom_bytes)?;
         let addresses = probe_addresses(&*driver, ordinal, options.page_size)?;
         let (context, primary) = match options.context {
             Some(context) => (context, Primary::Foreign),
@@ -124,7 +137,6 @@ impl Runtime {
         let device = Arc::new(Device::new(driver, ordinal, context, options));
         let inner = Inner { pager: Pager::new(device), pins: Pins::default(), primary, addresses };
         let runtime = Self { inner: Arc::new(inner) };
-        log::info!("device {ordinal} opened on {}", runtime.device().driver.description());
         runtime.pager().refresh()?;
         Ok(runtime)
     }
@@ -141,6 +153,8 @@ impl Runtime {
             );
             return Err(Error::new(ErrorCode::AlreadyOpen, text));
         }
+        // Everything is checked before anything is changed.
+        check_headroom(&*self.device().driver, self.ordinal(), options.headroom_bytes)?;
         if options.budget_bytes.is_some() {
             self.set_budget(options.budget_bytes)?;
         }
@@ -214,11 +228,7 @@ impl Runtime {
     /// `InvalidArgument` for more than the device's memory; as [`Runtime::set_budget`].
     pub fn set_headroom(&self, bytes: u64) -> Result<()> {
         self.device().check()?;
-        let total = self.device().driver.device_total_mem(self.ordinal())?;
-        if bytes > total {
-            let text = format!("a headroom of {bytes} bytes on a device of {total}");
-            return Err(Error::new(ErrorCode::InvalidArgument, text));
-        }
+        check_headroom(&*self.device().driver, self.ordinal(), Some(bytes))?;
         self.pager().set_headroom(bytes)
     }
 
@@ -347,6 +357,18 @@ fn find(
     };
     let inner = registry.iter().find(same)?.runtime.upgrade()?;
     Some(Runtime { inner })
+}
+
+/// A headroom larger than the device is a mistake.
+fn check_headroom(driver: &dyn Driver, device: DeviceOrdinal, headroom: Option<u64>) -> Result<()> {
+    let total = driver.device_total_mem(device)?;
+    match headroom {
+        Some(bytes) if bytes > total => {
+            let text = format!("a headroom of {bytes} bytes on a device of {total}");
+            Err(Error::new(ErrorCode::InvalidArgument, text))
+        }
+        _ => Ok(()),
+    }
 }
 
 /// Whether the device has virtual memory management, with pages of this size.

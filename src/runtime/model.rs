@@ -59,9 +59,7 @@ impl Vbar {
             return Err(Error::new(ErrorCode::InvalidArgument, "a binding without bytes"));
         }
         self.runtime().pager().prepare_filler()?;
-        self.bar().bind(Arc::new(bound), end)?;
-        self.runtime().pager().note_extent(self.bar(), end);
-        Ok(())
+        self.runtime().pager().bind(self.bar(), Arc::new(bound), end)
     }
 }
 

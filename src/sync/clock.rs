@@ -46,18 +46,11 @@ impl Ticks {
         read().wrapping_sub(then) >= self.interval_ticks.load(Relaxed)
     }
 
-    /// Whether `count` intervals have passed since the reading `then`.
-    #[must_use]
-    pub fn is_over_by(&self, then: u64, count: u64) -> bool {
-        let ticks = self.interval_ticks.load(Relaxed).saturating_mul(count);
-        read().wrapping_sub(then) >= ticks
-    }
-
     /// Learns the rate; called now and then, where a slower clock does not hurt.
     pub fn learn(&self) {
         let nanos = self.started.elapsed().as_nanos().max(1);
         let ticks = u128::from(read().wrapping_sub(self.first));
-        let interval = self.interval.as_nanos() * ticks / nanos;
+        let interval = self.interval.as_nanos().saturating_mul(ticks) / nanos;
         let interval = u64::try_from(interval).unwrap_or(u64::MAX);
         // Every hit reads it: not written for less than a hundredth.
         let known = self.interval_ticks.load(Relaxed);

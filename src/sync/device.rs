@@ -121,11 +121,28 @@ impl Device {
             return Ok((CaptureState::None, None));
         }
         let capture = self.capture_state(stream)?;
-        let slot = self.fences.slot_of(stream).map_err(|error| self.note(error))?;
+        let slot = match self.fences.slot_of(stream) {
+            Err(error) if error.code() == ErrorCode::Unsupported => {
+                self.make_slot(stream, error)?
+            }
+            slot => slot.map_err(|error| self.note(error))?,
+        };
         if let Some(slot) = slot {
             self.fences.note_capture(slot, capture != CaptureState::None);
         }
         Ok((capture, slot))
+    }
+
+    /// The slot of a stream when all are taken by streams that no record covers, most of them gone
+    /// without having been retired: known to be done after a wait for the context.
+    #[cold]
+    fn make_slot(&self, stream: Stream, error: Error) -> Result<Option<StreamSlot>> {
+        if !self.may_wait_for_context() {
+            return Err(error);
+        }
+        let _scope = self.enter()?;
+        self.context_wait()?;
+        self.fences.slot_of(stream).map_err(|error| self.note(error))
     }
 
     /// Whether the stream is being captured.

@@ -26,10 +26,6 @@ pub const SLOT_COUNT: usize = 256;
 /// A slot of its own, behind the streams': it is never recorded on.
 const UNRECORDED: u16 = SLOT_COUNT as u16;
 
-/// A stream that was not retired loses its slot after this many record intervals without a record,
-/// when 256 others need one.
-const IDLE_INTERVALS: u64 = 1000;
-
 const FREE: u64 = 0;
 const RETIRED: u64 = u64::MAX;
 
@@ -238,10 +234,14 @@ impl Fences {
             return Ok(self.known_passed(ticket));
         };
         self.driver.stream_wait_event(stream, event)?;
-        if !self.is_still(slot) {
-            return Ok(true);
+        drop(ring);
+        // Remembered only to save later waits, and only while the slot cannot change hands.
+        let own = self.entry(slot);
+        if let Some(_ring) = own.ring.try_lock()
+            && self.is_still(slot)
+        {
+            own.waited[ticket.slot() as usize].fetch_max(sequence, AcqRel);
         }
-        self.entry(slot).waited[ticket.slot() as usize].fetch_max(sequence, AcqRel);
         Ok(true)
     }
 
@@ -389,7 +389,7 @@ impl Fences {
                 let reusable = match slot.id.load(Acquire) {
                     FREE => true,
                     RETIRED => self.is_idle(slot, &mut ring)?,
-                    _ => take_idle && self.is_long_idle(slot, &mut ring)?,
+                    _ => take_idle && self.is_idle(slot, &mut ring)?,
                 };
                 if reusable {
                     slot.id.store(id, Release);
@@ -400,7 +400,10 @@ impl Fences {
                 }
             }
         }
-        let text = format!("more than {SLOT_COUNT} streams use pages at once; retire some");
+        let text = format!(
+            "{SLOT_COUNT} streams have used pages and are not known to be done; retire streams \
+             before they are destroyed"
+        );
         Err(Error::new(ErrorCode::Unsupported, text))
     }
 
@@ -410,12 +413,6 @@ impl Fences {
         self.drain(slot, ring)?;
         Ok(slot.stamped.load(Acquire) <= slot.passed.load(Acquire)
             && slot.recorded.load(Acquire) <= slot.passed.load(Acquire))
-    }
-
-    /// The same, and idle for so long that no call that found the slot is still under way.
-    fn is_long_idle(&self, slot: &Slot, ring: &mut Ring) -> Result<bool> {
-        let idle = slot.recorded_at.load(Relaxed);
-        Ok(self.ticks.is_over_by(idle, IDLE_INTERVALS) && self.is_idle(slot, ring)?)
     }
 
     fn is_still(&self, slot: StreamSlot) -> bool {

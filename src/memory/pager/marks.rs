@@ -6,6 +6,7 @@ use super::state::{BarState, State};
 use super::{Pager, Poll};
 use crate::driver::CaptureState;
 use crate::error::{Error, ErrorCode, Result};
+use crate::host::bound::Bound;
 use crate::memory::budget::BudgetSource;
 use crate::memory::page_table::{PageState, draw};
 use crate::memory::policy::{Healing, Rank};
@@ -46,7 +47,7 @@ pub struct Residency {
 }
 
 /// The numbers of a device's memory, taken together under the lock.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct MemoryNumbers {
     /// Bytes of all frames held, those being created included.
     pub used_bytes: u64,
@@ -95,7 +96,10 @@ impl Pager {
             let text = format!("a VBAR of {bytes} bytes: 1 to {PAGE_COUNT_MAX} pages are possible");
             return Err(Error::new(ErrorCode::InvalidArgument, text));
         }
-        let bytes = pages * page_size.bytes();
+        let Some(bytes) = pages.checked_mul(page_size.bytes()) else {
+            let text = format!("a VBAR of {bytes} bytes does not end below 2^64");
+            return Err(Error::new(ErrorCode::InvalidArgument, text));
+        };
         let space = if reserve {
             let _scope = self.device.enter()?;
             self.reap()?;
@@ -131,6 +135,22 @@ impl Pager {
     /// what must be evicted has a fence.
     pub(super) fn update_eager(&self, state: &State) {
         self.device.fences.set_eager(state.extents > state.budget.allowed().0);
+    }
+
+    /// Binds a VBAR that was never used: what pages hold already is not the file's.
+    ///
+    /// # Errors
+    /// `InvalidArgument` when it is bound, or was allocated or faulted, or is too small.
+    pub fn bind(&self, bar: &Bar, bound: Arc<Bound>, end: u64) -> Result<()> {
+        let mut state = self.state.lock();
+        if state.bar(bar.id).extent > 0 {
+            let text = "the VBAR was used already: bind it before its first fault";
+            return Err(Error::new(ErrorCode::InvalidArgument, text));
+        }
+        bar.bind(bound, end)?;
+        state.raise_extent(bar.id, end);
+        self.update_eager(&state);
+        Ok(())
     }
 
     /// A VBAR is allocated or bound up to `end`, in bytes.
@@ -197,9 +217,9 @@ impl Pager {
             entry.resident.range(pages.max(entry.floor)..).count() as u64
         };
         if above > 0 {
-            self.free_memory(bar, above.saturating_mul(self.page_bytes()))?;
+            self.free_from(bar, pages, above.saturating_mul(self.page_bytes()))?;
         }
-        // Pinned pages above may have let lower ones go: the mark is what was asked all the same.
+        // The evictions lowered the mark to the pages that they took, which are all above it.
         self.state.lock().bar_mut(bar.id).watermark = pages;
         Ok(())
     }
@@ -238,7 +258,7 @@ impl Pager {
         let _scope = self.device.enter()?;
         self.poll_budget(Poll::Now)?;
         self.reap()?;
-        self.shrink()
+        self.shrink_now()
     }
 
     /// Notices pressure now: asks the driver for its free memory and gives back what the budget no
@@ -299,10 +319,9 @@ impl Pager {
     /// Every page of a VBAR, from the first.
     #[must_use]
     pub fn residency(&self, bar: &Bar) -> Vec<Residency> {
-        let pages = bar.table.pages(0..bar.table.page_count());
-        pages
-            .map(|(_, page)| {
-                let word = page.word();
+        (0..bar.table.page_count())
+            .map(|index| {
+                let word = bar.table.word(PageIndex(index));
                 Residency {
                     state: word.state,
                     pins: word.pins,
@@ -316,7 +335,14 @@ impl Pager {
     /// The numbers of the device's memory.
     #[must_use]
     pub fn numbers(&self) -> MemoryNumbers {
-        let state = self.state.lock();
+        // After a fork another thread's copy may hold the lock for ever; nothing is held then.
+        let state = match crate::process::ending() {
+            true => match self.state.try_lock() {
+                Some(state) => state,
+                None => return MemoryNumbers::default(),
+            },
+            false => self.state.lock(),
+        };
         let page_bytes = self.page_bytes();
         let bytes = |frames: u32| u64::from(frames) * page_bytes;
         let (budget_bytes, budget_source) = state.budget.allowed();
@@ -338,6 +364,7 @@ impl Pager {
     /// Page-locked bytes that the pager holds.
     #[must_use]
     pub fn locked_bytes(&self) -> u64 {
-        self.filler.lock().as_ref().map_or(0, |filler| filler.locked_bytes())
+        let filler = self.filler.try_lock();
+        filler.and_then(|filler| Some(filler.as_ref()?.locked_bytes())).unwrap_or(0)
     }
 }

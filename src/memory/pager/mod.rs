@@ -7,6 +7,7 @@
 //! decide.
 
 mod act;
+mod close;
 mod marks;
 mod patience;
 mod plan;
@@ -41,6 +42,7 @@ pub use release::{Freed, Shortfall};
 use act::{Failure, Writer};
 use patience::Patience;
 use plan::{Item, Planned, Protected, Standing, Usable};
+use release::Excess;
 use state::State;
 
 /// See the module's text.
@@ -403,7 +405,11 @@ impl Pager {
                 self.poll_budget(Poll::IfDue)?;
             }
             self.reap()?;
-            self.shrink()?;
+            if self.shrink()? == Excess::Unknown && patience.may_wait_for_context(capture) {
+                self.device.context_wait()?;
+                self.reap_now()?;
+                self.shrink()?;
+            }
             let planned = {
                 let mut state = self.state.lock();
                 for item in &items {
@@ -472,13 +478,17 @@ impl Pager {
             state.polled_at = Some(Instant::now());
             state.frames.held()
         };
-        let memory = self.device.driver.mem_get_info();
-        let memory = memory.map_err(|error| self.device.note(error.into()))?;
+        let memory = match self.retry(|| self.device.driver.mem_get_info()) {
+            Ok(memory) => memory,
+            // What was seen last holds until the next time.
+            Err(error) if error.code.is_transient() => return Ok(()),
+            Err(error) => return Err(self.device.note(error.into())),
+        };
         let mut state = self.state.lock();
         // The two numbers belong together only if no frame came or went between them.
         if state.frames.held() == held_before && !state.frames.is_creating() {
             let held = u64::from(held_before) * self.page_bytes();
-            state.budget.observe(held, memory.free_bytes);
+            state.budget.observe(held, memory.free_bytes, memory.total_bytes);
             self.update_eager(&state);
         }
         Ok(())

@@ -64,9 +64,11 @@ impl<'a> Patience<'a> {
         }
     }
 
-    /// Once a request, and never while a known stream is being captured.
+    /// Once a request, if the options allow it, and never while a known stream is being captured.
     pub(super) fn may_wait_for_context(&mut self, capture: CaptureState) -> bool {
-        capture == CaptureState::None && self.context_waited.replace(()).is_none()
+        capture == CaptureState::None
+            && self.pager.device.may_wait_for_context()
+            && self.context_waited.replace(()).is_none()
     }
 }
 

@@ -145,6 +145,12 @@ pub(super) fn plan(
     standing: Standing,
 ) -> Result<Planned> {
     let now = device.fences.now();
+    let widest = items.iter().map(|item| u64::from(item.pages.end - item.pages.start)).max();
+    if widest.unwrap_or(0) > u64::from(u32::MAX).min(state.allowed_pages(device.options.page_size))
+    {
+        // Before its pages are looked at: the place for their words is made when they are.
+        return Ok(Planned::Refuse(Reason::TooLarge));
+    }
     let (protected, wanted) = match protect_resident(items)? {
         Walk::Pages(protected, wanted) => (protected, wanted),
         Walk::Wait(kind) => return Ok(Planned::Wait(kind)),
@@ -193,6 +199,8 @@ enum Walk<'a> {
 fn protect_resident<'a>(items: &[Item<'a>]) -> Result<Walk<'a>> {
     let mut protected = Vec::new();
     let mut wanted: Vec<PageOf<'a>> = Vec::new();
+    // Pages repeat only when ranges of one request share a page.
+    let mut seen = HashSet::new();
     for item in items {
         for (index, page) in item.bar.table.pages(item.pages.clone()) {
             let word = match page.pin() {
@@ -209,9 +217,7 @@ fn protect_resident<'a>(items: &[Item<'a>]) -> Result<Walk<'a>> {
             };
             match word.state {
                 PageState::Absent => {
-                    // Pages repeat only when ranges of one request share a page.
-                    let same = |(bar, at): &PageOf<'_>| bar.id == item.bar.id && *at == index;
-                    if items.len() == 1 || !wanted.iter().any(same) {
+                    if items.len() == 1 || seen.insert((item.bar.id, index)) {
                         wanted.push((item.bar, index));
                     }
                 }
@@ -231,7 +237,8 @@ fn below_watermark(
     now: Duration,
 ) -> std::result::Result<(), Stop> {
     let page_bytes = device.options.page_size.bytes();
-    let surplus = state.creatable(page_bytes) + state.frames.free_count();
+    let surplus =
+        state.creatable(page_bytes) + state.frames.free_count() + state.closing_resident();
     for (bar, page) in wanted {
         let entry = state.bar_mut(bar.id);
         if bar.bound().is_some() || page.0 < entry.watermark {

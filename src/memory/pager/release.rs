@@ -12,7 +12,6 @@ use crate::counters;
 use crate::error::{ErrorCode, Result};
 use crate::memory::frames::FrameIndex;
 use crate::memory::page_table::PageState;
-use crate::memory::space;
 use crate::memory::vbar::Bar;
 use crate::outcome::WaitKind;
 use crate::sync::fence::Cover;
@@ -46,11 +45,16 @@ pub struct Freed {
 impl Pager {
     /// Removes mappings that outlasted their pages and whose users have passed.
     pub(super) fn reap(&self) -> Result<()> {
-        let ripe = {
-            let mut state = self.state.lock();
+        {
+            let state = self.state.lock();
             if state.lingering.is_empty() && state.closing == 0 {
                 return Ok(());
             }
+        }
+        // Before the tables change: what was taken out of them must be carried through.
+        let _scope = self.device.enter()?;
+        let ripe = {
+            let mut state = self.state.lock();
             let mut ripe = Vec::new();
             let mut rest = Vec::new();
             for entry in state.lingering.drain(..) {
@@ -63,13 +67,13 @@ impl Pager {
             ripe
         };
         if !ripe.is_empty() {
-            let _scope = self.device.enter()?;
             for entry in ripe {
                 self.remove_lingering(entry);
             }
             self.changed.notify_all();
         }
-        self.finish_closing()
+        self.look_after_closing();
+        Ok(())
     }
 
     fn passed(&self, users: &[Ticket]) -> Result<bool> {
@@ -94,7 +98,7 @@ impl Pager {
 
     /// Removes an evicting page's mapping, its users passed, and passes its frame on. Returns
     /// whether the frame went to the driver.
-    fn part(&self, victim: &Victim, frame: Option<(FrameIndex, Destination)>) -> bool {
+    pub(super) fn part(&self, victim: &Victim, frame: Option<(FrameIndex, Destination)>) -> bool {
         if let Err(error) = self.unmap(victim) {
             self.quarantine_page(victim, &error);
             let mut state = self.state.lock();
@@ -125,32 +129,52 @@ impl Pager {
     }
 
     /// Brings the frames held back to the budget, as far as pins and fences allow, waiting for
-    /// neither: free frames first, then pages in order of rank.
-    pub(super) fn shrink(&self) -> Result<()> {
-        let page_bytes = self.page_bytes();
-        let victims = {
-            let mut state = self.state.lock();
-            let mut excess = state.excess(page_bytes);
-            if excess == 0 {
-                return Ok(());
-            }
-            let on_their_way =
-                state.lingering.iter().filter(|entry| entry.frame != LingeringFrame::Moved).count();
-            excess = excess.saturating_sub(on_their_way as u32 + state.frames.leaving());
-            let free = take_passed_free(&mut state, self, excess);
-            excess -= free.len() as u32;
-            let pages = self.take_by_rank(&mut state, excess, &mut Blocked::default());
-            (free, pages)
-        };
-        let (free, pages) = victims;
+    /// neither: free frames first, then pages in order of rank. Says what is in the way of more.
+    pub(super) fn shrink(&self) -> Result<Excess> {
+        if self.state.lock().excess(self.page_bytes()) == 0 {
+            return Ok(Excess::None);
+        }
+        // Before the tables change: what was taken out of them must be carried through.
         let _scope = self.device.enter()?;
+        let mut blocked = Blocked::default();
+        let (free, pages, missing) = {
+            let mut state = self.state.lock();
+            let leaving = state.frames.leaving();
+            let lingering = state.lingering.iter();
+            let releasing = lingering.filter(|entry| entry.frame != LingeringFrame::Moved).count();
+            let excess = state.excess(self.page_bytes()).saturating_sub(releasing as u32 + leaving);
+            let free = take_passed_free(&mut state, self, excess);
+            let excess = excess - free.len() as u32;
+            let pages = self.take_by_rank(&mut state, excess, &mut blocked);
+            let missing = excess - pages.len() as u32;
+            (free, pages, missing)
+        };
         for handle in free {
             self.release_handle(handle);
         }
         self.release_or_linger(pages);
         self.changed.notify_all();
         // A released frame's memory lives on behind an old mapping that nobody needs any more.
-        self.reap()
+        self.reap()?;
+        Ok(match missing {
+            0 => Excess::None,
+            _ if blocked.unknown > 0 => Excess::Unknown,
+            _ => Excess::InUse,
+        })
+    }
+
+    /// As [`Pager::shrink`]; what no fence covers is found out by a wait for the context, once and
+    /// if that is allowed.
+    pub(super) fn shrink_now(&self) -> Result<()> {
+        if self.shrink()? == Excess::Unknown && self.device.may_wait_for_context() {
+            {
+                let _scope = self.device.enter()?;
+                self.device.context_wait()?;
+            }
+            self.reap_now()?;
+            self.shrink()?;
+        }
+        Ok(())
     }
 
     /// Takes up to `count` pages of any VBAR, lowest rank first, whose users a fence covers.
@@ -206,9 +230,14 @@ impl Pager {
     /// # Errors
     /// `DeviceLost`, `ProcessEnding`, `Cancelled`, or what the driver says.
     pub fn free_memory(&self, bar: &Arc<Bar>, bytes: u64) -> Result<Freed> {
+        self.free_from(bar, 0, bytes)
+    }
+
+    /// As [`Pager::free_memory`], of pages from `first` on only.
+    pub(super) fn free_from(&self, bar: &Arc<Bar>, first: u32, bytes: u64) -> Result<Freed> {
         self.free(
             bytes,
-            |count| self.take_from_end(bar, count),
+            |count| self.take_from_end(bar, first, count),
             |blocked| self.why_nothing(bar, blocked),
         )
     }
@@ -291,12 +320,17 @@ impl Pager {
         Ok(Freed { bytes: u64::from(released) * self.page_bytes(), shortfall })
     }
 
-    fn take_from_end(&self, bar: &Arc<Bar>, count: u32) -> (Vec<(Victim, Vec<Ticket>)>, Blocked) {
+    fn take_from_end(
+        &self,
+        bar: &Arc<Bar>,
+        first: u32,
+        count: u32,
+    ) -> (Vec<(Victim, Vec<Ticket>)>, Blocked) {
         let mut blocked = Blocked::default();
         let mut state = self.state.lock();
         let entry = state.bar(bar.id);
         let mut taken = Vec::new();
-        for page in entry.resident.range(entry.floor..).rev() {
+        for page in entry.resident.range(first.max(entry.floor)..).rev() {
             if taken.len() == count as usize {
                 break;
             }
@@ -359,7 +393,12 @@ impl Pager {
     pub fn trim(&self, keep_bytes: u64) -> Result<u64> {
         self.device.check()?;
         let _scope = self.device.enter()?;
-        self.reap()?;
+        self.reap_now()?;
+        if self.state.lock().closing > 0 && self.device.may_wait_for_context() {
+            // Closed VBARs whose last uses no fence covers hold frames that nobody wants.
+            self.device.context_wait()?;
+            self.reap_now()?;
+        }
         let page_bytes = self.page_bytes();
         let handles = {
             let mut state = self.state.lock();
@@ -371,163 +410,6 @@ impl Pager {
         Ok(released.count() as u64 * page_bytes)
     }
 
-    /// Closes a VBAR without blocking: pages go when their users have passed and their pins are
-    /// gone, the reservation when its last page has gone.
-    pub fn close_bar(&self, bar: &Arc<Bar>) {
-        // After a fork another thread's copy may hold the lock for ever.
-        if crate::process::ending() {
-            return;
-        }
-        {
-            let mut state = self.state.lock();
-            let entry = state.bar_mut(bar.id);
-            entry.closing = true;
-            entry.floor = 0;
-            let extent = std::mem::take(&mut entry.extent);
-            state.extents = state.extents.saturating_sub(extent);
-            state.closing += 1;
-            self.update_eager(&state);
-            // What is left of it is taken before anything else.
-            let recency = state.oldest_recency();
-            state.set_rank(bar.id, i32::MIN, recency);
-        }
-        if let Err(error) = self.device.check().and_then(|()| self.reap()) {
-            log::debug!("VBAR {} stays until its runtime closes: {error}", bar.id);
-        }
-    }
-
-    /// Moves closing VBARs on: evicts their unpinned pages, frees those that have none left.
-    fn finish_closing(&self) -> Result<()> {
-        let ids: Vec<u32> = {
-            let state = self.state.lock();
-            if state.closing == 0 {
-                return Ok(());
-            }
-            state.bars.iter().filter(|(_, entry)| entry.closing).map(|(id, _)| *id).collect()
-        };
-        let _scope = self.device.enter()?;
-        for id in ids {
-            self.evict_closing(id);
-            let gone = {
-                let mut state = self.state.lock();
-                let Some(entry) = state.bars.get(&id) else { continue };
-                let states = entry.bar.table.touched().map(|(_, page)| page.word().state);
-                let left: Vec<PageState> =
-                    states.filter(|state| *state != PageState::Absent).collect();
-                // A page in quarantine will never be absent: its addresses are lost.
-                if left.iter().any(|state| *state != PageState::Quarantined) {
-                    continue;
-                }
-                state.closing -= 1;
-                (state.bars.remove(&id), left.is_empty())
-            };
-            let (Some(entry), all_absent) = gone else { continue };
-            if !all_absent {
-                log::error!("addresses of VBAR {id} are lost: it has pages in quarantine");
-            } else if let Err(error) = space::free(&*self.device.driver, entry.bar.space) {
-                log::error!("addresses of VBAR {id} are lost: {}", self.device.note(error));
-            }
-        }
-        Ok(())
-    }
-
-    /// Evicts what a closing VBAR has unpinned; its frames are recycled.
-    fn evict_closing(&self, id: u32) {
-        let taken = {
-            let mut state = self.state.lock();
-            let Some(entry) = state.bars.get(&id) else { return };
-            let mut taken = Vec::new();
-            for page in &entry.resident {
-                let mut ignored = Blocked::default();
-                let (page, usable) = (PageIndex(*page), Usable::Recorded);
-                // Pinned pages, and those whose uses no fence covers, go another time.
-                taken.extend(start_evicting(&self.device, &entry.bar, page, usable, &mut ignored));
-            }
-            for (victim, _) in &taken {
-                state.remove_resident(id, victim.page);
-            }
-            counters::add(&self.device.counters.pages_evicted, taken.len() as u64);
-            taken
-        };
-        for (victim, users) in taken {
-            let frame = victim.frame;
-            if users.is_empty() {
-                self.part(&victim, Some((frame, Destination::FreeList)));
-                continue;
-            }
-            let Victim { bar, page, .. } = victim;
-            let frame = LingeringFrame::Free(frame);
-            self.state.lock().lingering.push(Lingering { bar, page, users, frame });
-        }
-    }
-
-    /// Blocks until a closed VBAR is gone.
-    ///
-    /// # Errors
-    /// `TimedOut` while it has pins, and those of waiting.
-    pub fn wait_closed(&self, bar: &Arc<Bar>) -> Result<()> {
-        let mut wait = None;
-        let mut context_waited = false;
-        loop {
-            self.device.check()?;
-            self.reap()?;
-            if !self.state.lock().bars.contains_key(&bar.id) {
-                return Ok(());
-            }
-            if !context_waited && self.device.may_wait_for_context() {
-                let _scope = self.device.enter()?;
-                self.device.context_wait()?;
-                context_waited = true;
-                continue;
-            }
-            wait.get_or_insert_with(|| self.device.wait(WaitKind::Release)).pause()?;
-        }
-    }
-
-    /// Frees everything; no VBAR is open any more. Waits for the context once. With a lost device
-    /// or an ending process nothing is freed.
-    pub fn close(&self) {
-        if self.device.check().is_err() {
-            return;
-        }
-        let end = || -> Result<()> {
-            let _scope = self.device.enter()?;
-            self.device.fences.context_wait()?;
-            self.reap()?;
-            self.unmap_leftovers();
-            let handles = self.state.lock().frames.drain();
-            handles.into_iter().for_each(|handle| {
-                if let Err(error) = self.device.driver.mem_release(handle) {
-                    log::error!("closing: {error}");
-                }
-            });
-            *self.filler.lock() = None;
-            self.device.fences.destroy_events();
-            Ok(())
-        };
-        if let Err(error) = end() {
-            log::error!("closing device {}: {error}", self.device.ordinal);
-        }
-    }
-
-    /// VBARs whose pins were never given back: nobody is left to use them.
-    fn unmap_leftovers(&self) {
-        let bars: Vec<_> = self.state.lock().bars.drain().map(|(_, entry)| entry.bar).collect();
-        for bar in bars {
-            for (page, entry) in bar.table.touched() {
-                if entry.word().state.is_mapped() {
-                    let address = bar.address(page);
-                    if let Err(error) = self.device.driver.mem_unmap(address, self.page_bytes()) {
-                        log::error!("closing: page {page} of VBAR {}: {error}", bar.id);
-                    }
-                }
-            }
-            if let Err(error) = space::free(&*self.device.driver, bar.space) {
-                log::error!("closing: addresses of VBAR {}: {error}", bar.id);
-            }
-        }
-    }
-
     /// Frames by the table, and mappings by the words: for tests.
     #[must_use]
     pub fn is_valid(&self) -> bool {
@@ -535,9 +417,20 @@ impl Pager {
     }
 }
 
+/// What is left above the budget.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Excess {
+    /// Nothing, or what is on its way.
+    None,
+    /// Pages that are pinned, or below a floor.
+    InUse,
+    /// Pages whose uses no fence covers.
+    Unknown,
+}
+
 /// Where a frame goes when its page lost it.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Destination {
+pub(super) enum Destination {
     FreeList,
     Driver,
 }

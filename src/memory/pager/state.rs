@@ -15,7 +15,7 @@ use crate::memory::page_table::PageState;
 use crate::memory::policy::{Healing, Rank};
 use crate::memory::vbar::Bar;
 use crate::sync::ticket::Ticket;
-use crate::units::PageIndex;
+use crate::units::{PageIndex, PageSize};
 
 /// A VBAR's part of the state.
 pub(super) struct BarState {
@@ -67,6 +67,8 @@ pub(super) struct State {
     pub(super) quarantined_pages: u32,
     /// VBARs that are closing.
     pub(super) closing: u32,
+    /// When to look after them next.
+    pub(super) closing_next: Option<Instant>,
     /// The extents of all VBARs that are not, together.
     pub(super) extents: u64,
     /// Requests that wait for frames, in the order in which they came.
@@ -88,6 +90,7 @@ impl State {
             lingering: Vec::new(),
             quarantined_pages: 0,
             closing: 0,
+            closing_next: None,
             extents: 0,
             queue: VecDeque::new(),
             next_turn: 0,
@@ -174,6 +177,15 @@ impl State {
         }
     }
 
+    /// Pages of closed VBARs: memory that is there for whoever asks.
+    pub(super) fn closing_resident(&self) -> u32 {
+        if self.closing == 0 {
+            return 0;
+        }
+        let closing = self.bars.values().filter(|entry| entry.closing);
+        closing.map(|entry| entry.resident.len() as u32).sum()
+    }
+
     /// Changes a VBAR's rank.
     pub(super) fn set_rank(&mut self, bar: u32, class: i32, recency: i64) {
         let entry = self.bars.get_mut(&bar).expect("the VBAR is open");
@@ -182,6 +194,11 @@ impl State {
         if was_in_order {
             self.order.insert(entry.rank);
         }
+    }
+
+    /// Frames that the budget allows in all.
+    pub(super) fn allowed_pages(&self, page_size: PageSize) -> u64 {
+        self.budget.allowed().0 / page_size.bytes()
     }
 
     /// Frames that may still be created under the budget.

@@ -70,18 +70,20 @@ impl Pager {
         }
     }
 
-    /// Remembers that `stream` uses the pages too.
+    /// Remembers that `stream` uses the pages too, and records a fence behind that.
     ///
     /// # Errors
-    /// What the driver says of the stream.
-    pub fn also_used_on(&self, bar: &Bar, hold: &Hold, stream: Stream) -> Result<()> {
+    /// What the driver says of the stream; `Unsupported` for one that is being captured, and for
+    /// no stream.
+    pub fn also_used_on(&self, bar: &Bar, hold: &Hold, stream: Stream) -> Result<Ticket> {
         self.device.check()?;
         let _scope = self.device.enter()?;
         if let (CaptureState::None, Some(slot)) = self.device.inspect(stream)? {
             self.stamp(bar, hold, stream, slot);
-            return self.device.fences.record(stream, slot).map(|_| ());
+            let recorded = self.device.fences.record(stream, slot);
+            return recorded.map_err(|error| self.device.note(error));
         }
-        let text = "a stream that is being captured cannot be named beside another one";
+        let text = "work on a stream that is being captured runs later: it has no fence";
         Err(Error::new(ErrorCode::Unsupported, text))
     }
 

@@ -1,0 +1,223 @@
+//! Closing: of a VBAR, which never blocks, and of the runtime, which waits once.
+//!
+//! A closed VBAR is a zombie until its last page is absent: its pages go when their users have
+//! passed and their pins are gone. Looking after zombies is done in passing, by whoever serves a
+//! miss, and never takes more than a tenth of the time.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use super::Pager;
+use super::plan::{Blocked, Usable, Victim, start_evicting};
+use super::release::Destination;
+use super::state::{Lingering, LingeringFrame};
+use crate::counters;
+use crate::driver::DriverResult;
+use crate::error::{Error, ErrorCode, Result};
+use crate::memory::page_table::PageState;
+use crate::memory::space;
+use crate::memory::vbar::Bar;
+use crate::outcome::WaitKind;
+use crate::units::PageIndex;
+
+/// Between two looks at closing VBARs passes this many times what the last one took.
+const CLOSING_PAUSE: u32 = 10;
+
+impl Pager {
+    /// Closes a VBAR without blocking: pages go when their users have passed and their pins are
+    /// gone, the reservation when its last page has gone.
+    pub fn close_bar(&self, bar: &Arc<Bar>) {
+        // After a fork another thread's copy may hold the lock for ever.
+        if crate::process::ending() {
+            return;
+        }
+        {
+            let mut state = self.state.lock();
+            let entry = state.bar_mut(bar.id);
+            entry.closing = true;
+            entry.floor = 0;
+            let extent = std::mem::take(&mut entry.extent);
+            state.extents = state.extents.saturating_sub(extent);
+            state.closing += 1;
+            self.update_eager(&state);
+            // What is left of it is taken before anything else.
+            let recency = state.oldest_recency();
+            state.set_rank(bar.id, i32::MIN, recency);
+        }
+        if let Err(error) = self.device.check().and_then(|()| self.reap_now()) {
+            log::debug!("VBAR {} stays until its runtime closes: {error}", bar.id);
+        }
+    }
+
+    /// As `reap`, looking after closing VBARs too, however lately that was done.
+    pub(super) fn reap_now(&self) -> Result<()> {
+        self.state.lock().closing_next = None;
+        self.reap()
+    }
+
+    /// Moves closing VBARs on if it is time to; in the scope of the caller.
+    pub(super) fn look_after_closing(&self) {
+        let started = Instant::now();
+        {
+            let mut state = self.state.lock();
+            if state.closing == 0 || state.closing_next.is_some_and(|next| started < next) {
+                return;
+            }
+            // Nobody else meanwhile.
+            state.closing_next = Some(started + Duration::from_secs(1));
+        }
+        self.finish_closing();
+        let pause = started.elapsed().saturating_mul(CLOSING_PAUSE).max(Duration::from_micros(100));
+        self.state.lock().closing_next = Some(Instant::now() + pause);
+    }
+
+    /// Evicts the unpinned pages of closing VBARs, and frees those VBARs that have none left.
+    fn finish_closing(&self) {
+        let ids: Vec<u32> = {
+            let state = self.state.lock();
+            state.bars.iter().filter(|(_, entry)| entry.closing).map(|(id, _)| *id).collect()
+        };
+        for id in ids {
+            self.evict_closing(id);
+            let gone = {
+                let mut state = self.state.lock();
+                let Some(entry) = state.bars.get(&id) else { continue };
+                if !entry.resident.is_empty() {
+                    continue;
+                }
+                let states = entry.bar.table.touched().map(|(_, page)| page.word().state);
+                let left: Vec<PageState> =
+                    states.filter(|state| *state != PageState::Absent).collect();
+                // A page in quarantine will never be absent: its addresses are lost.
+                if left.iter().any(|state| *state != PageState::Quarantined) {
+                    continue;
+                }
+                state.closing -= 1;
+                (state.bars.remove(&id), left.is_empty())
+            };
+            let (Some(entry), all_absent) = gone else { continue };
+            if !all_absent {
+                log::error!("addresses of VBAR {id} are lost: it has pages in quarantine");
+            } else if let Err(error) = space::free(&*self.device.driver, entry.bar.space) {
+                log::error!("addresses of VBAR {id} are lost: {}", self.device.note(error));
+            }
+        }
+    }
+
+    /// Evicts what a closing VBAR has unpinned; its frames are recycled.
+    fn evict_closing(&self, id: u32) {
+        let taken = {
+            let mut state = self.state.lock();
+            let Some(entry) = state.bars.get(&id) else { return };
+            let mut taken = Vec::new();
+            for page in &entry.resident {
+                let mut ignored = Blocked::default();
+                let (page, usable) = (PageIndex(*page), Usable::Recorded);
+                // Pinned pages, and those whose uses no fence covers, go another time.
+                taken.extend(start_evicting(&self.device, &entry.bar, page, usable, &mut ignored));
+            }
+            for (victim, _) in &taken {
+                state.remove_resident(id, victim.page);
+            }
+            counters::add(&self.device.counters.pages_evicted, taken.len() as u64);
+            taken
+        };
+        for (victim, users) in taken {
+            let frame = victim.frame;
+            if users.is_empty() {
+                self.part(&victim, Some((frame, Destination::FreeList)));
+                continue;
+            }
+            let Victim { bar, page, .. } = victim;
+            let frame = LingeringFrame::Free(frame);
+            self.state.lock().lingering.push(Lingering { bar, page, users, frame });
+        }
+    }
+
+    /// Blocks until a closed VBAR is gone.
+    ///
+    /// # Errors
+    /// `TimedOut` while it has pins, and those of waiting.
+    pub fn wait_closed(&self, bar: &Arc<Bar>) -> Result<()> {
+        let mut wait = None;
+        let mut context_waited = false;
+        loop {
+            self.device.check()?;
+            self.reap_now()?;
+            if !self.state.lock().bars.contains_key(&bar.id) {
+                return Ok(());
+            }
+            if !context_waited && self.device.may_wait_for_context() {
+                let _scope = self.device.enter()?;
+                self.device.context_wait()?;
+                context_waited = true;
+                continue;
+            }
+            wait.get_or_insert_with(|| self.device.wait(WaitKind::Release)).pause()?;
+        }
+    }
+
+    /// Frees everything; no VBAR is open any more. Waits for the context once. With a lost device
+    /// or an ending process nothing is freed. Nobody will come again, so what fails in passing is
+    /// tried again.
+    pub fn close(&self) {
+        if self.device.check().is_err() {
+            return;
+        }
+        let end = || -> Result<()> {
+            let _scope = self.persist(|| self.device.enter())?;
+            self.persist(|| self.device.fences.context_wait())?;
+            self.persist(|| self.reap_now())?;
+            self.unmap_leftovers();
+            let handles = self.state.lock().frames.drain();
+            for handle in handles {
+                self.log_failure(self.retry(|| self.device.driver.mem_release(handle)));
+            }
+            *self.filler.lock() = None;
+            self.device.fences.destroy_events();
+            Ok(())
+        };
+        if let Err(error) = end() {
+            log::error!("closing device {}: {error}", self.device.ordinal);
+        }
+    }
+
+    /// VBARs whose pins were never given back: nobody is left to use them.
+    fn unmap_leftovers(&self) {
+        let driver = &self.device.driver;
+        let bars: Vec<_> = self.state.lock().bars.drain().map(|(_, entry)| entry.bar).collect();
+        for bar in bars {
+            for (page, entry) in bar.table.touched() {
+                if entry.word().state.is_mapped() {
+                    let address = bar.address(page);
+                    self.log_failure(self.retry(|| driver.mem_unmap(address, self.page_bytes())));
+                }
+            }
+            let freed = self.persist(|| space::free(&**driver, bar.space));
+            if let Err(error) = freed {
+                log::error!("closing: addresses of VBAR {}: {error}", bar.id);
+            }
+        }
+    }
+
+    /// Tries a step of closing a few times: a transient code must not leak everything.
+    fn persist<T>(&self, mut step: impl FnMut() -> Result<T>) -> Result<T> {
+        let mut left = 5;
+        loop {
+            match step() {
+                Err(error) if left > 0 && error.code() == ErrorCode::Driver => {
+                    log::debug!("closing device {}: {error}, again", self.device.ordinal);
+                    std::thread::sleep(Duration::from_millis(1));
+                    left -= 1;
+                }
+                answer => return answer,
+            }
+        }
+    }
+
+    fn log_failure(&self, answer: DriverResult<()>) {
+        if let Err(error) = answer {
+            log::error!("closing device {}: {}", self.device.ordinal, Error::from(error));
+        }
+    }
+}
