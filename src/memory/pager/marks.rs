@@ -244,8 +244,8 @@ impl Pager {
     /// Explicit budget and headroom as they were set, in bytes.
     #[must_use]
     pub fn budget_settings(&self) -> (Option<u64>, u64) {
-        let state = self.state.lock();
-        (state.budget.limit(), state.budget.headroom())
+        let settings = |state: &State| (state.budget.limit(), state.budget.headroom());
+        self.look().map_or((None, 0), |state| settings(&state))
     }
 
     fn change_budget(&self, change: impl FnOnce(&mut State)) -> Result<()> {
@@ -332,17 +332,19 @@ impl Pager {
             .collect()
     }
 
+    /// The state, to be looked at. `None` in a forked child where another thread's copy holds the
+    /// lock for ever: nothing is the child's anyway.
+    fn look(&self) -> Option<crate::sync::MutexGuard<'_, State>> {
+        match crate::process::ending() {
+            true => self.state.try_lock(),
+            false => Some(self.state.lock()),
+        }
+    }
+
     /// The numbers of the device's memory.
     #[must_use]
     pub fn numbers(&self) -> MemoryNumbers {
-        // After a fork another thread's copy may hold the lock for ever; nothing is held then.
-        let state = match crate::process::ending() {
-            true => match self.state.try_lock() {
-                Some(state) => state,
-                None => return MemoryNumbers::default(),
-            },
-            false => self.state.lock(),
-        };
+        let Some(state) = self.look() else { return MemoryNumbers::default() };
         let page_bytes = self.page_bytes();
         let bytes = |frames: u32| u64::from(frames) * page_bytes;
         let (budget_bytes, budget_source) = state.budget.allowed();
