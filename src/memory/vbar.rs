@@ -10,7 +10,7 @@ use crate::error::{Error, ErrorCode, Result};
 use crate::host::bound::Bound;
 use crate::memory::page_table::PageTable;
 use crate::memory::space::Space;
-use crate::sync::{AtomicU64, Relaxed};
+use crate::sync::{AtomicBool, AtomicU64, Relaxed};
 use crate::units::{DeviceAddress, PageIndex, PageSize, align_up};
 
 /// Allocations start at multiples of this, in bytes, as CUDA's own do.
@@ -27,6 +27,7 @@ pub struct Bar {
     /// Its pages.
     pub table: PageTable,
     allocated: AtomicU64,
+    closed: AtomicBool,
     bound: OnceLock<Arc<Bound>>,
 }
 
@@ -41,6 +42,7 @@ impl Bar {
             page_size,
             table: PageTable::new(page_count),
             allocated: AtomicU64::new(0),
+            closed: AtomicBool::new(false),
             bound: OnceLock::new(),
         }
     }
@@ -85,6 +87,17 @@ impl Bar {
                 Err(now) => taken = now,
             }
         }
+    }
+
+    /// Notes that the owner has closed the VBAR.
+    pub fn note_closed(&self) {
+        self.closed.store(true, Relaxed);
+    }
+
+    /// Whether the owner has closed the VBAR: what is left of it goes as soon as it can.
+    #[must_use]
+    pub fn is_closed(&self) -> bool {
+        self.closed.load(Relaxed)
     }
 
     /// Bytes allocated or bound so far.

@@ -210,7 +210,9 @@ impl Runtime {
     /// `StaleToken` when the token holds no pins, or they were released by force.
     pub fn unpin(&self, token: Token) -> Result<()> {
         let (bar, hold) = self.inner.pins.take(token)?;
-        self.pager().unpin(&bar, &hold)
+        let unpinned = self.pager().unpin(&bar, &hold);
+        self.pager().after_token(&bar);
+        unpinned
     }
 
     /// Sets the explicit budget in bytes, or lifts it, and gives back at once what it no longer

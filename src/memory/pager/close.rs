@@ -31,6 +31,7 @@ impl Pager {
         if crate::process::ending() {
             return;
         }
+        bar.note_closed();
         {
             let mut state = self.state.lock();
             let entry = state.bar_mut(bar.id);
@@ -46,6 +47,16 @@ impl Pager {
         }
         if let Err(error) = self.device.check().and_then(|()| self.reap_now()) {
             log::debug!("VBAR {} stays until its runtime closes: {error}", bar.id);
+        }
+    }
+
+    /// A token of the VBAR was given back: if it was the last thing that kept a closed one, that
+    /// goes now.
+    pub fn after_token(&self, bar: &Bar) {
+        if bar.is_closed()
+            && let Err(error) = self.device.check().and_then(|()| self.reap_now())
+        {
+            log::debug!("VBAR {} stays until later: {error}", bar.id);
         }
     }
 

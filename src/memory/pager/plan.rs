@@ -146,10 +146,12 @@ pub(super) fn plan(
 ) -> Result<Planned> {
     let now = device.fences.now();
     let widest = items.iter().map(|item| u64::from(item.pages.end - item.pages.start)).max();
-    if widest.unwrap_or(0) > u64::from(u32::MAX).min(state.allowed_pages(device.options.page_size))
-    {
+    if widest.unwrap_or(0) > state.allowed_pages(device.options.page_size) {
         // Before its pages are looked at: the place for their words is made when they are.
-        return Ok(Planned::Refuse(Reason::TooLarge));
+        return Ok(Planned::Refuse(match state.budget.allowed().1 {
+            BudgetSource::DriverRefused => Reason::DriverMemory,
+            _ => Reason::TooLarge,
+        }));
     }
     let (protected, wanted) = match protect_resident(items)? {
         Walk::Pages(protected, wanted) => (protected, wanted),
