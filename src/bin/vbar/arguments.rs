@@ -1,11 +1,16 @@
 //! Arguments that several subcommands have, parsed from text.
 
 use vbar::driver::select::Selection;
-use vbar::units::{PageSize, parse_bytes};
+use vbar::model::synth::TOTAL_BYTES_MIN;
+use vbar::units::{PageSize, format_bytes, parse_bytes};
 
-/// A size in bytes.
-pub(crate) fn size(text: &str) -> Result<u64, String> {
-    parse_bytes(text)
+/// Bytes of a synthetic model.
+pub(crate) fn synthetic_size(text: &str) -> Result<u64, String> {
+    let bytes = parse_bytes(text)?;
+    match bytes >= TOTAL_BYTES_MIN {
+        true => Ok(bytes),
+        false => Err(format!("{text}: at least {} are needed", format_bytes(TOTAL_BYTES_MIN))),
+    }
 }
 
 /// A page size.

@@ -215,9 +215,9 @@ impl ModelFile {
     fn new(bytes: u64, seed: u64) -> Result<Self> {
         let name = format!("vbar-stress-{}-{seed}.safetensors", std::process::id());
         let path = std::env::temp_dir().join(name);
-        let model = Self { path };
-        SyntheticModel { total_bytes: bytes, seed, shards: 1 }.write(&model.path, &|_| {})?;
-        Ok(model)
+        SyntheticModel { total_bytes: bytes, seed, shards: 1 }.write(&path, &|_| {})?;
+        // Not before: what was there and was not replaced is not removed either.
+        Ok(Self { path })
     }
 }
 
