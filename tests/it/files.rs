@@ -465,7 +465,8 @@ fn only_synthetic_models_are_replaced_and_other_files_by_force() {
     };
     refused(1, &path, &["m.safetensors", "--force"]);
     assert_eq!(fs::read(&path).unwrap(), before);
-    assert_eq!(synthetic(1).overwrite(&path, &|_| {}).unwrap(), [path.clone()]);
+    synthetic(1).overwrite(&path, &|_| {}).unwrap();
+    check_bytes(&Model::open(&path).unwrap(), 1);
     // Its like goes unasked, also one that was cut short.
     File::options().write(true).open(&path).unwrap().set_len(90_000).unwrap();
     synthesize(&path, 200_000, 2).unwrap();
