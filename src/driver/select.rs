@@ -8,11 +8,15 @@ use std::sync::Arc;
 use super::Driver;
 use super::cuda::Cuda;
 use super::sim::{Sim, SimOptions};
+use super::sys;
 use crate::error::{Error, ErrorCode, Result};
 use crate::units::DeviceOrdinal;
 
 /// The environment variable that says what `auto` means.
 pub const VARIABLE: &str = "VBAR_DRIVER";
+
+/// Where a missing driver's text turns to the simulated device.
+const SIM_ADVICE: &str = ". With no GPU, ";
 
 /// What a user asked for.
 #[derive(Clone, PartialEq, Debug)]
@@ -35,7 +39,7 @@ pub struct Opened {
     pub sim: Option<Arc<Sim>>,
     /// What was chosen and why, a sentence without a full stop.
     pub how: String,
-    /// Why `auto` did not take CUDA, where it did not and nobody told it not to.
+    /// Why `auto` did not take CUDA, where it did not and nobody told it not to, and what to do.
     pub missing: Option<String>,
 }
 
@@ -101,15 +105,35 @@ fn open_with(
 }
 
 fn automatic(open_cuda: impl Fn() -> Result<Arc<Cuda>>) -> Result<Opened> {
-    let why = match open_cuda() {
+    let (short, missing) = match open_cuda() {
         Ok(driver) if driver.device_get_count()? > 0 => {
             return cuda(driver, DeviceOrdinal(0), "a CUDA driver with a device is here");
         }
-        Ok(_) => "the CUDA driver has no device".to_owned(),
-        Err(error) => format!("no CUDA device: {error}"),
+        Ok(_) => {
+            let why = "the CUDA driver has no device";
+            (why.to_owned(), why.to_owned())
+        }
+        Err(error) => {
+            let text = error.to_string();
+            // It has been chosen: nobody needs to be told how to.
+            let advice = text.split_once(SIM_ADVICE).map_or(&*text, |(before, _)| before);
+            (why_in_short(&error), format!("no CUDA device: {advice}"))
+        }
     };
-    let opened = sim(SimOptions::default(), &why);
-    Ok(Opened { missing: Some(why), ..opened })
+    let how = format!("simulated device ({short})");
+    Ok(Opened { missing: Some(missing), how, ..sim(SimOptions::default(), &short) })
+}
+
+/// One short clause; the advice is in [`Opened::missing`].
+fn why_in_short(error: &Error) -> String {
+    let text = error.to_string();
+    if error.code() == ErrorCode::DriverMissing && text.contains("No such file") {
+        return format!("no CUDA driver: {} not found", sys::LIBRARY);
+    }
+    let first = text.split([';', '\n']).next().unwrap_or_default();
+    let first = first.split(". ").next().unwrap_or_default();
+    let what = if error.code() == ErrorCode::DriverMissing { "driver" } else { "device" };
+    format!("no CUDA {what}: {}", first.trim_end_matches('.'))
 }
 
 fn cuda(driver: Arc<Cuda>, device: DeviceOrdinal, why: &str) -> Result<Opened> {
@@ -158,11 +182,25 @@ mod tests {
 
     #[test]
     fn without_a_driver_auto_is_simulated_and_says_why() {
-        let opened = open_with(&Selection::Auto, None, nothing).unwrap();
-        assert!(opened.sim.is_some() && opened.missing.is_some());
-        assert!(opened.how.contains("simulated") && opened.how.contains("libcuda.so.1 is not"));
+        let nowhere = || Cuda::open_library(std::ffi::OsStr::new("/nowhere/libcuda.so.1"));
+        let opened = open_with(&Selection::Auto, None, nowhere).unwrap();
+        assert!(opened.sim.is_some());
+        assert_eq!(opened.how, "simulated device (no CUDA driver: libcuda.so.1 not found)");
+        let missing = opened.missing.unwrap();
+        assert!(missing.contains("Install the NVIDIA driver"), "{missing}");
+        assert!(!missing.contains("simulated") && !missing.contains(VARIABLE), "{missing}");
         let error = open_with(&Selection::Cuda(DeviceOrdinal(0)), None, nothing).err().unwrap();
         assert_eq!(error.code(), ErrorCode::DriverMissing);
+    }
+
+    #[test]
+    fn why_there_is_no_device_is_one_clause() {
+        let why = |code, text: &str| why_in_short(&Error::new(code, text));
+        let text = "libcuda.so.1 has no symbol cuInit: it is older. Install another";
+        let short = "no CUDA driver: libcuda.so.1 has no symbol cuInit: it is older";
+        assert_eq!(why(ErrorCode::DriverMissing, text), short);
+        let short = "no CUDA device: libcuda.so.1: cuInit failed";
+        assert_eq!(why(ErrorCode::Driver, "libcuda.so.1: cuInit failed; more"), short);
     }
 
     #[test]

@@ -5,7 +5,8 @@
 //! too (`driver/kernel`), so they can be checked without the file; two tensors differ in every
 //! word. They are no sensible numbers: a model of them computes nothing. Two models of equal size,
 //! seed and shards are equal byte for byte. A file says in its `__metadata__` what it is, and
-//! appears under its name only when it is whole (short of a power failure: it is not synced).
+//! appears under its name only when it is whole (short of a power failure: it is not synced). What
+//! is in its place goes only if it is of a synthetic model too: see `existing`.
 
 use std::collections::{BTreeMap, HashMap};
 use std::os::unix::fs::FileExt;
@@ -20,12 +21,15 @@ use crate::host::safetensors::PREFIX_BYTES;
 use crate::names::natural_order;
 use crate::units::format_bytes;
 
+mod existing;
 mod plan;
 mod writer;
 
+pub use plan::TOTAL_BYTES_MIN;
 pub use writer::Progress;
 
-use plan::{PlannedTensor, TOTAL_BYTES_MIN, plan};
+use existing::{Replace, check_folder, check_replaceable, kind_of, name_of};
+use plan::{PlannedTensor, plan};
 use writer::{Partial, Stretch, check_space, write_file};
 
 /// The most shards: each is larger than the largest tensor, so none is empty.
@@ -94,14 +98,13 @@ impl SyntheticModel {
     /// themselves and by their sizes; the bytes of the tensors are not read.
     #[must_use]
     pub fn is_at(&self, path: &Path) -> bool {
-        let index = path.join(INDEX_NAME);
-        let opened = match self.shards {
-            // A folder with such a file in it is not the file.
-            1 if path.is_dir() => return false,
-            1 => Model::open(path),
-            _ => Model::open(&index),
+        let paths = self.paths(path);
+        // A folder with such a file in it is not the file, and a pipe is not even opened.
+        let is_file = |path: &PathBuf| path.metadata().is_ok_and(|metadata| metadata.is_file());
+        let Some(first) = paths.first().filter(|_| paths.iter().all(is_file)) else {
+            return false;
         };
-        let Ok(model) = opened else { return false };
+        let Ok(model) = Model::open(first) else { return false };
         let described = |shard: u32| {
             let metadata = model.metadata(shard as usize);
             metadata.get(METADATA_KEY) == Some(&self.description(shard))
@@ -111,23 +114,46 @@ impl SyntheticModel {
             && (0..self.shards).all(described)
     }
 
-    /// Writes the model, in place of what is there: to the file `path`; of several shards, into
-    /// the folder `path`, which is made if need be, the index last. The paths written, the index
-    /// first.
+    /// Writes the model, in place of a synthetic one that is there: to the file `path`; of several
+    /// shards, into the folder `path`, which is made if need be, the index last. The paths written,
+    /// the index first.
     ///
     /// # Errors
-    /// `InvalidArgument`: fewer bytes than 64 KiB, no or too many shards, `path` a folder where it
-    /// should be a file. `Io`: too little space on the file system, which is checked first; another
-    /// process is writing the same model; any failure of writing.
+    /// `InvalidArgument`: fewer bytes than 64 KiB, no or too many shards, a file in the place of
+    /// one of the model's that is not of a synthetic model, anything else there that is no regular
+    /// file, `path` a file where it should be a folder. `Io`: the folder of `path` does not exist,
+    /// which is made for shards only; too little space on the file system, which is checked first;
+    /// another process is writing the same model; any failure of writing.
     pub fn write(&self, path: &Path, progress: Progress<'_>) -> Result<Vec<PathBuf>> {
+        self.write_over(path, Replace::Synthetic, progress)
+    }
+
+    /// [`Self::write`] that replaces any regular file.
+    ///
+    /// # Errors
+    /// Those of [`Self::write`].
+    pub fn overwrite(&self, path: &Path, progress: Progress<'_>) -> Result<Vec<PathBuf>> {
+        self.write_over(path, Replace::AnyFile, progress)
+    }
+
+    fn write_over(
+        &self,
+        path: &Path,
+        replace: Replace,
+        progress: Progress<'_>,
+    ) -> Result<Vec<PathBuf>> {
         self.check(path)?;
         let mut paths = self.paths(path);
         let mut tensors = plan(self.total_bytes, self.seed);
         if self.shards == 1 {
+            check_folder(path)?;
+            check_replaceable(path, replace)?;
             self.write_shard(path, 0, &tensors, progress)?;
             return Ok(paths);
         }
-        std::fs::create_dir_all(path).map_err(|error| Error::io(path.display(), &error))?;
+        make_folder(path)?;
+        // Nothing is touched before all may be.
+        paths.iter().try_for_each(|path| check_replaceable(path, replace))?;
         check_space(&path.join(INDEX_NAME), self.total_bytes.saturating_add(HEADERS_BYTES))?;
         // An index without its shards, or with others', must not be taken for a model.
         let index = paths.remove(0);
@@ -248,4 +274,17 @@ impl SyntheticModel {
         written.map_err(|error| Error::io(path.display(), &error))?;
         partial.rename_to(path)
     }
+}
+
+/// The folder of a sharded model, which may be there already, also behind a link.
+fn make_folder(path: &Path) -> Result<()> {
+    if path.is_dir() {
+        return Ok(());
+    }
+    if let Some(kind) = kind_of(path)? {
+        let name = if kind.is_file() { "a file" } else { name_of(kind) };
+        let text = format!("{}: {name} is in the place of the folder", path.display());
+        return Err(Error::new(ErrorCode::InvalidArgument, text));
+    }
+    std::fs::create_dir_all(path).map_err(|error| Error::io(path.display(), &error))
 }

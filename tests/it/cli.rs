@@ -109,8 +109,45 @@ fn without_verification_it_still_streams() {
     // Without virtual memory management there is nothing to stream to.
     let report = json(0, &["run", text(&path), "--json", "--device", "sim:vmm=0"]);
     assert_eq!(number(&report["passes"][0], "refilled"), 0);
+    assert!(report["warning"].as_str().unwrap().contains("no virtual memory management"));
     let report = json(3, &["run", text(&path), "--json", "--verify", "--device", "sim:vmm=0"]);
     assert_eq!(report["ok"], false);
+    let error = report["error"].as_str().unwrap();
+    assert!(error.contains("no virtual memory") && error.contains("--device"), "{error}");
+}
+
+#[test]
+fn a_budget_in_which_nothing_fits_is_told() {
+    let (_folder, path) = model("4M");
+    let arguments = ["run", text(&path), "--device", SIM, "--passes", "1"];
+    let shown = output(&[&arguments[..], &["--budget", "4K"]].concat());
+    let lines = String::from_utf8(shown.stdout).unwrap();
+    assert_eq!(shown.status.code(), Some(0), "{lines}");
+    let (_, least) = lines.split_once("nothing fitted: raise --budget (at least ").expect(&lines);
+    assert!(!lines.contains("MB/s"), "{lines}");
+    let least = least.split_once(')').unwrap().0;
+    let report = json(0, &[&arguments[..], &["--budget", least, "--json"]].concat());
+    assert_eq!((number(&report["passes"][0], "offloaded"), &report["warning"]), (0, &Value::Null));
+
+    let arguments = [&arguments[..], &["--verify", "--json", "--budget"]].concat();
+    let report = json(3, &[&arguments[..], &["4K"]].concat());
+    let error = report["error"].as_str().unwrap();
+    assert!(error.contains("raise --budget to at least 64K"), "{error}");
+    let report = json(0, &[&arguments[..], &["64K"]].concat());
+    assert!(report["warning"].as_str().unwrap().contains("raise --budget"), "{report}");
+}
+
+#[test]
+fn what_a_run_did_is_counted() {
+    let (_folder, path) = model("4M");
+    let arguments = ["run", text(&path), "--budget", "2M", "--passes", "3", "--json"];
+    let report = json(0, &[&arguments[..], &["--device", SIM]].concat());
+    let changes = report["budget_changes"].as_array().unwrap();
+    let told: Vec<_> =
+        changes.iter().map(|c| (number(c, "pass"), number(c, "budget_bytes"))).collect();
+    assert_eq!(told, [(2, 1 << 20), (3, 2 << 20)]);
+    assert!(number(&report, "evicted_pages") > 0);
+    assert!(report["refusals"].is_object() && report["waits"].is_object(), "{report}");
 }
 
 #[test]
@@ -136,9 +173,14 @@ fn people_get_lines() {
     let (_folder, path) = model("2M");
     let shown = output(&["run", text(&path), "--budget", "50%", "--verify", "--device", SIM]);
     let lines = String::from_utf8(shown.stdout).unwrap();
-    for expected in
-        ["device   a simulated", "budget   halved", "budget   restored", "pass 2/2", "ok:"]
-    {
+    for expected in [
+        "device   a simulated",
+        "computing the checksums",
+        "budget   halved",
+        "budget   restored",
+        "pass 2/2",
+        "ok:",
+    ] {
         assert!(lines.contains(expected), "{expected}: {lines}");
     }
     assert!(!lines.contains('\u{1b}'), "no escapes into a pipe: {lines}");
@@ -163,6 +205,21 @@ fn synth_writes_once_and_inspect_reads() {
 }
 
 #[test]
+fn synth_replaces_other_files_by_force_only() {
+    let (_folder, path) = model("1M");
+    std::fs::write(&path, "mine").unwrap();
+    let arguments = ["synth", text(&path), "--bytes", "1M", "--json"];
+    let report = json(2, &arguments);
+    let error = report["error"].as_str().unwrap();
+    assert!(error.contains(text(&path)) && error.contains("--force"), "{error}");
+    assert_eq!(std::fs::read(&path).unwrap(), b"mine");
+    assert_eq!(json(0, &[&arguments[..], &["--force"]].concat())["written"], true);
+    assert_eq!(json(0, &[&arguments[..], &["--force"]].concat())["written"], false);
+    let report = json(2, &["synth", "/dev/null", "--bytes", "1M", "--force", "--json"]);
+    assert!(report["error"].as_str().unwrap().contains("/dev/null: a device"), "{report}");
+}
+
+#[test]
 fn wrong_arguments_are_told() {
     for arguments in [
         &["run"][..],
@@ -171,7 +228,11 @@ fn wrong_arguments_are_told() {
         &["run", "x", "--device", "gpu"],
         &["run", "x", "--expect", "y"],
         &["stress", "--fail", "2"],
+        &["stress", "--fail", "0.1", "--device", "cuda"],
         &["synth", "x"],
+        &["synth", "/nowhere/x", "--bytes", "63K"],
+        &["synth", "/nowhere/x", "--bytes", "1M", "--shards", "0"],
+        &["synth", "/nowhere/x", "--bytes", "1M", "--shards", "17"],
         &["fly"],
         &[],
     ] {
@@ -186,11 +247,14 @@ fn wrong_arguments_are_told() {
 #[test]
 fn missing_files_are_errors() {
     let report = json(3, &["run", "/nowhere/model.safetensors", "--json", "--device", SIM]);
-    assert!(report["error"].as_str().unwrap().contains("/nowhere/model.safetensors"));
+    let error = report["error"].as_str().unwrap();
+    assert!(error.starts_with("/nowhere/model.safetensors: "), "{error}");
+    assert!(error.ends_with("; `vbar synth` writes one to try"), "{error}");
     let output = output(&["inspect", "/nowhere/model.safetensors"]);
     assert_eq!(output.status.code(), Some(3));
     assert!(String::from_utf8_lossy(&output.stderr).contains("/nowhere/model.safetensors"));
-    assert_eq!(json(3, &["synth", "/nowhere/x", "--bytes", "1M", "--json"])["ok"], false);
+    let report = json(3, &["synth", "/nowhere/x", "--bytes", "1M", "--json"]);
+    assert_eq!(report["error"], "/nowhere/x: the folder /nowhere does not exist");
 }
 
 #[test]
@@ -218,11 +282,28 @@ fn doctor_says_what_is_there_and_what_is_missing() {
     assert!(report["missing"][0].as_str().unwrap().contains("virtual memory management"));
     let by_variable = vbar(&["doctor"]).env("VBAR_DRIVER", SIM).output().unwrap();
     assert_eq!(by_variable.status.code(), Some(0));
+    let by_variable = String::from_utf8(by_variable.stdout).unwrap();
+    assert!(by_variable.contains("fit: yes"), "{by_variable}");
     // Whether there is a driver or not, it answers.
     let plain = output(&["doctor", "--json"]);
     let report: Value = serde_json::from_slice(&plain.stdout).unwrap();
     assert_eq!(report["ok"].as_bool(), Some(plain.status.success()));
     assert_eq!(report["missing"].as_array().unwrap().is_empty(), plain.status.success());
+    if report["driver"].as_str().unwrap().starts_with("simulated device (") {
+        let lines = String::from_utf8(output(&["doctor"]).stdout).unwrap();
+        assert!(lines.ends_with("fit: for the simulated device only; no GPU\n"), "{lines}");
+        assert!(lines.matches("NVIDIA driver").count() <= 1 && !lines.contains("VBAR_DRIVER"));
+    }
+}
+
+#[test]
+fn stress_that_cannot_check_is_not_good() {
+    let arguments = ["stress", "--seconds", "1", "--json", "--device"];
+    let report = json(1, &[&arguments[..], &["sim", "--fail", "1"]].concat());
+    assert_eq!((number(&report, "checks"), number(&report, "violations")), (0, 0));
+    assert_eq!(report["ok"], false);
+    let report = json(3, &[&arguments[..], &["sim:vmm=0"]].concat());
+    assert!(report["error"].as_str().unwrap().contains("no virtual memory"), "{report}");
 }
 
 #[test]

@@ -452,6 +452,65 @@ fn a_writer_that_was_killed_is_followed_and_one_that_runs_is_not_disturbed() {
     check_bytes(&Model::open(&path).unwrap(), 1);
 }
 
+#[test]
+fn only_synthetic_models_are_replaced_and_other_files_by_force() {
+    let folder = TempDir::new().unwrap();
+    let synthetic = |shards| SyntheticModel { total_bytes: 100_000, seed: 1, shards };
+    let path = write_model(&folder, "m.safetensors", &["mine"]);
+    let before = fs::read(&path).unwrap();
+    let refused = |shards, path: &Path, words: &[&str]| {
+        let error = synthetic(shards).ensure(path, &|_| {}).unwrap_err();
+        check_error(&error, ErrorCode::InvalidArgument, words);
+        error
+    };
+    refused(1, &path, &["m.safetensors", "--force"]);
+    assert_eq!(fs::read(&path).unwrap(), before);
+    synthetic(1).overwrite(&path, &|_| {}).unwrap();
+    check_bytes(&Model::open(&path).unwrap(), 1);
+    // Its like goes unasked, also one that was cut short.
+    File::options().write(true).open(&path).unwrap().set_len(90_000).unwrap();
+    synthesize(&path, 200_000, 2).unwrap();
+    check_bytes(&Model::open(&path).unwrap(), 2);
+
+    let link = folder.path().join("link");
+    std::os::unix::fs::symlink(&path, &link).unwrap();
+    let pipe = folder.path().join("pipe");
+    let made = std::process::Command::new("mkfifo").arg(&pipe).status().unwrap();
+    assert!(made.success());
+    let null = Path::new("/dev/null");
+    for (place, word) in [(&*link, "link"), (&*pipe, "pipe"), (null, "device")] {
+        refused(1, place, &[word, place.to_str().unwrap()]);
+        let error = synthetic(1).overwrite(place, &|_| {}).unwrap_err();
+        check_error(&error, ErrorCode::InvalidArgument, &[word]);
+    }
+    assert!(link.is_symlink() && Model::open(&link).unwrap().total_bytes() == 200_000);
+    refused(2, &path, &["a file is in the place of the folder"]);
+    std::os::unix::fs::symlink(&path, folder.path().join(".new.partial")).unwrap();
+    refused(1, &folder.path().join("new"), &[".new.partial", "link"]);
+    let nowhere = folder.path().join("no/m.safetensors");
+    let error = synthesize(&nowhere, 100_000, 1).unwrap_err();
+    check_error(&error, ErrorCode::Io, &["the folder", "does not exist"]);
+}
+
+#[test]
+fn an_index_of_other_shards_is_kept() {
+    let folder = TempDir::new().unwrap();
+    let synthetic = SyntheticModel { total_bytes: 100_000, seed: 1, shards: 2 };
+    let written = synthetic.write(folder.path(), &|_| {}).unwrap();
+    let other = SyntheticModel { seed: 2, ..synthetic };
+    other.write(folder.path(), &|_| {}).unwrap();
+    let index = fs::read(&written[0]).unwrap();
+    // A shard of someone else's: neither it nor the index goes, by their names alone.
+    fs::remove_file(&written[2]).unwrap();
+    let shard = written[2].file_name().unwrap().to_str().unwrap();
+    write_model(&folder, shard, &["mine"]);
+    let error = synthetic.write(folder.path(), &|_| {}).unwrap_err();
+    check_error(&error, ErrorCode::InvalidArgument, &[INDEX_NAME, "--force"]);
+    assert_eq!(fs::read(&written[0]).unwrap(), index);
+    synthetic.overwrite(folder.path(), &|_| {}).unwrap();
+    assert!(synthetic.is_at(folder.path()));
+}
+
 /// What a page holds when its segments are read is what the tensors in it hold.
 #[test]
 fn a_laid_out_model_is_found_page_by_page() {

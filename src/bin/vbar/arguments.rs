@@ -1,11 +1,24 @@
 //! Arguments that several subcommands have, parsed from text.
 
 use vbar::driver::select::Selection;
-use vbar::units::{PageSize, parse_bytes};
+use vbar::model::synth::TOTAL_BYTES_MIN;
+use vbar::units::{GIB, KIB, MIB, PageSize, format_bytes, parse_bytes};
 
-/// A size in bytes.
-pub(crate) fn size(text: &str) -> Result<u64, String> {
-    parse_bytes(text)
+/// Bytes of a synthetic model.
+pub(crate) fn synthetic_size(text: &str) -> Result<u64, String> {
+    let bytes = parse_bytes(text)?;
+    match bytes >= TOTAL_BYTES_MIN {
+        true => Ok(bytes),
+        false => Err(format!("{text}: at least {} are needed", format_bytes(TOTAL_BYTES_MIN))),
+    }
+}
+
+/// A size as it can be given to [`parse_bytes`], exact.
+pub(crate) fn argument_of_bytes(bytes: u64) -> String {
+    let unit = [(GIB, "G"), (MIB, "M"), (KIB, "K")]
+        .into_iter()
+        .find(|(unit, _)| bytes >= *unit && bytes.is_multiple_of(*unit));
+    unit.map_or_else(|| bytes.to_string(), |(unit, letter)| format!("{}{letter}", bytes / unit))
 }
 
 /// A page size.
@@ -65,6 +78,17 @@ mod tests {
         for wrong in ["", "%", "-1%", "0%", "inf%", "nan%", "4X", "12 34"] {
             assert!(budget(wrong).is_err(), "{wrong} was accepted");
         }
+    }
+
+    #[test]
+    fn sizes_are_told_as_they_are_given() {
+        for (bytes, text) in [(0, "0"), (1000, "1000"), (64 << 10, "64K"), (3 << 30, "3G")] {
+            assert_eq!(argument_of_bytes(bytes), text);
+            assert_eq!(parse_bytes(text), Ok(bytes));
+        }
+        assert_eq!(argument_of_bytes((1 << 20) + (64 << 10)), "1088K");
+        assert_eq!(synthetic_size("64K"), Ok(64 << 10));
+        assert!(synthetic_size("63K").is_err() && synthetic_size("x").is_err());
     }
 
     #[test]

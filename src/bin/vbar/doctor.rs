@@ -1,7 +1,7 @@
 //! `vbar doctor`: is this machine fit, and what is missing.
 //!
 //! A machine without a CUDA device is told so and does not pass, unless a simulated one was asked
-//! for by `--device` or `VBAR_DRIVER`.
+//! for by `--device` or `VBAR_DRIVER`. How to get a driver is said here and nowhere else.
 
 use clap::Args;
 use serde::Serialize;
@@ -17,7 +17,10 @@ const EXAMPLES: &str = "\
 Examples:
   vbar doctor
   vbar doctor --device cuda
-  vbar doctor --device sim:capacity=8G --json";
+  vbar doctor --device sim:capacity=8G --json
+
+The exit code is 1 when something is missing, also where auto finds no GPU and only the simulated
+device is left.";
 
 /// Say whether this machine is fit, and what is missing
 #[derive(Args)]
@@ -35,6 +38,9 @@ struct Report {
     devices: Vec<Device>,
     missing: Vec<String>,
     ok: bool,
+    /// `auto` found no GPU.
+    #[serde(skip)]
+    simulated_only: bool,
 }
 
 #[derive(Serialize)]
@@ -60,7 +66,11 @@ pub(crate) fn doctor(arguments: &Arguments, output: &Output) -> Result<Verdict> 
     for missing in &report.missing {
         output.line(format!("missing      {missing}"));
     }
-    output.line(if report.ok { "fit: yes" } else { "fit: no" });
+    output.line(match (report.ok, report.simulated_only) {
+        (true, _) => "fit: yes",
+        (false, true) => "fit: for the simulated device only; no GPU",
+        (false, false) => "fit: no",
+    });
     Ok(Verdict::of(report.ok))
 }
 
@@ -87,10 +97,18 @@ fn examine(selection: &Selection) -> Result<Report> {
         Err(error) => {
             let missing = vec![error.to_string()];
             let driver = "none".to_owned();
-            return Ok(Report { driver, version: None, devices: Vec::new(), missing, ok: false });
+            return Ok(Report {
+                driver,
+                version: None,
+                devices: Vec::new(),
+                missing,
+                ok: false,
+                simulated_only: false,
+            });
         }
     };
     let driver = &*opened.driver;
+    let simulated_only = opened.missing.is_some();
     let mut missing: Vec<String> = opened.missing.into_iter().collect();
     let count = driver.device_get_count()?;
     let devices: Vec<Device> = (0..count)
@@ -105,7 +123,7 @@ fn examine(selection: &Selection) -> Result<Report> {
     let version =
         driver.version().ok().map(|version| format!("{}.{}", version / 1000, version % 1000 / 10));
     let ok = missing.is_empty() && !devices.is_empty();
-    Ok(Report { driver: opened.how, version, devices, missing, ok })
+    Ok(Report { driver: opened.how, version, devices, missing, ok, simulated_only })
 }
 
 fn describe(driver: &dyn Driver, ordinal: DeviceOrdinal) -> Result<Device> {
@@ -113,16 +131,22 @@ fn describe(driver: &dyn Driver, ordinal: DeviceOrdinal) -> Result<Device> {
     let capability = attribute(DeviceAttribute::ComputeCapabilityMajor)
         .zip(attribute(DeviceAttribute::ComputeCapabilityMinor))
         .map(|(major, minor)| format!("{major}.{minor}"));
-    let vmm = attribute(DeviceAttribute::VirtualMemoryManagementSupported);
     Ok(Device {
         ordinal: ordinal.0,
         name: driver.device_get_name(ordinal)?,
         compute_capability: capability,
-        virtual_memory_management: vmm.is_some_and(|supported| supported != 0),
+        virtual_memory_management: has_virtual_memory(driver, ordinal),
         granularity_bytes: driver.mem_get_allocation_granularity(ordinal).ok(),
         total_bytes: driver.device_total_mem(ordinal)?,
         free_bytes: memory(driver, ordinal).ok().map(|memory| memory.free_bytes),
     })
+}
+
+/// Whether anything can be resident on the device. A driver that does not know the attribute has no
+/// virtual memory management.
+pub(crate) fn has_virtual_memory(driver: &dyn Driver, ordinal: DeviceOrdinal) -> bool {
+    let attribute = DeviceAttribute::VirtualMemoryManagementSupported;
+    driver.device_get_attribute(ordinal, attribute).is_ok_and(|supported| supported != 0)
 }
 
 /// Free memory is told in a context only. The thread has none yet, so it is put back to none.

@@ -9,6 +9,7 @@ use vbar::Result;
 use vbar::host::model_files::{Model, ModelTensor};
 use vbar::units::format_bytes;
 
+use crate::models;
 use crate::output::{Output, Verdict};
 
 const EXAMPLES: &str = "\
@@ -60,7 +61,7 @@ struct Tensor<'a> {
 
 /// Runs the command.
 pub(crate) fn inspect(arguments: &Arguments, output: &Output) -> Result<Verdict> {
-    let model = Model::open(&arguments.model)?;
+    let model = models::open(&arguments.model)?;
     let report = report(&model);
     output.object(&report);
     output.line(format!(

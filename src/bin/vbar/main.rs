@@ -7,6 +7,7 @@ mod arguments;
 mod compute;
 mod doctor;
 mod inspect;
+mod models;
 mod output;
 mod run;
 mod stress;
@@ -29,7 +30,8 @@ Sizes are bytes or carry K, M, G or T (powers of 1024).
 
 Exit codes:
   0  everything is as it should be
-  1  a check failed: bytes differ, an invariant is broken, the machine is not fit
+  1  a check failed: bytes differ, an invariant is broken, nothing could be checked, the machine
+     is not fit (doctor: also where there is no GPU and only the simulated device is left)
   2  wrong arguments
   3  an error: a file, the driver or the system failed
 

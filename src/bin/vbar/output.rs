@@ -8,7 +8,7 @@ use std::io::{self, ErrorKind, IsTerminal, Write};
 use std::process::ExitCode;
 
 use serde::Serialize;
-use vbar::{Error, Result};
+use vbar::{Error, ErrorCode, Result};
 
 /// What a command that ran to its end found.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -32,7 +32,7 @@ pub(crate) enum Format {
     Json,
 }
 
-/// Exit code after wrong arguments; clap uses the same.
+/// Exit code after wrong arguments, whoever refuses them; clap uses the same.
 pub(crate) const USAGE: u8 = 2;
 
 /// Standard output of one command.
@@ -116,6 +116,7 @@ impl Output {
         match result {
             Ok(Verdict::Good) => ExitCode::SUCCESS,
             Ok(Verdict::Bad) => ExitCode::from(1),
+            Err(error) if error.code() == ErrorCode::InvalidArgument => ExitCode::from(USAGE),
             Err(_) => ExitCode::from(3),
         }
     }

@@ -9,6 +9,7 @@ mod report;
 mod screen;
 mod verify;
 
+use std::cell::RefCell;
 use std::path::PathBuf;
 use std::sync::Arc;
 
@@ -17,13 +18,14 @@ use vbar::driver::select::{self, Opened, Selection};
 use vbar::host::model_files::Model;
 use vbar::options::HEADROOM_DEFAULT;
 use vbar::units::{PageSize, format_bytes};
-use vbar::{Error, ErrorCode, ModelBar, Result, Runtime, RuntimeOptions};
+use vbar::{ModelBar, Result, Runtime, RuntimeOptions};
 
 use crate::arguments::{self, Budget};
 use crate::compute::Compute;
+use crate::models;
 use crate::output::{Output, Verdict};
 use pass::Course;
-use report::{PassReport, Report};
+use report::{BudgetChange, Done, PassReport, Report};
 use screen::Screen;
 use verify::Verifier;
 
@@ -72,7 +74,7 @@ pub(crate) struct Arguments {
 
 /// Runs the command.
 pub(crate) fn run(arguments: &Arguments, output: &Output) -> Result<Verdict> {
-    let model = Model::open(&arguments.model)?;
+    let model = models::open(&arguments.model)?;
     let expected = arguments.expect.as_deref().map(Model::open).transpose()?;
     let opened = select::open(&arguments.device)?;
     let budget = arguments.budget.map(|budget| budget.bytes(model.total_bytes()));
@@ -80,6 +82,9 @@ pub(crate) fn run(arguments: &Arguments, output: &Output) -> Result<Verdict> {
         Some(page_size) => page_size,
         None => fitting_page_size(&opened, budget),
     };
+    if arguments.verify {
+        verify::check(&opened, &model, page_size, budget)?;
+    }
     let headroom_bytes = Some(fitting_headroom(&opened)?);
     let options = RuntimeOptions {
         budget_bytes: budget,
@@ -153,10 +158,8 @@ fn stream(
         screen.end(&report.line(number, pass_count));
         passes.push(report);
     }
-    let locked_bytes = verifier.as_ref().map_or(0, Verifier::locked_bytes);
-    let model = bar.model();
-    let verified = verifier.is_some();
-    Ok(Report::new(opened, runtime, model, budget_bytes, locked_bytes, verified, passes))
+    let (verifier, budget_changes) = (verifier.as_ref(), half.changes.take());
+    Ok(Report::new(Done { opened, bar: &bar, verifier, budget_bytes, budget_changes, passes }))
 }
 
 fn announce(bar: &ModelBar, budget_bytes: u64, screen: &Screen<'_>) {
@@ -181,6 +184,7 @@ struct Halving<'a> {
     half: u64,
     /// The pass in whose middle the budget goes down; it comes back in the middle of the next.
     at: Option<u32>,
+    changes: RefCell<Vec<BudgetChange>>,
 }
 
 impl<'a> Halving<'a> {
@@ -194,26 +198,25 @@ impl<'a> Halving<'a> {
         let least = verifier.map_or(0, Verifier::scratch_bytes);
         let half = (budget_bytes / 2).max(least);
         let at = (pass_count >= 2).then(|| (pass_count - 1) / 2);
-        Self { runtime, full: runtime.budget_settings().0, half, at }
+        Self { runtime, full: runtime.budget_settings().0, half, at, changes: RefCell::default() }
     }
 
     fn between_halves(&self, number: u32, screen: &Screen<'_>) -> Result<()> {
         let Some(at) = self.at else { return Ok(()) };
         if number == at {
             screen.say(format!("budget   halved to {}", format_bytes(self.half)));
-            return self.runtime.set_budget(Some(self.half));
+            return self.change(number, Some(self.half));
         }
         if number == at + 1 {
             let full = self.full.map_or_else(|| "what is free".to_owned(), format_bytes);
             screen.say(format!("budget   restored to {full}"));
-            return self.runtime.set_budget(self.full);
+            return self.change(number, self.full);
         }
         Ok(())
     }
-}
 
-/// An error of verification: what is missing on the device for it.
-fn cannot_verify(why: impl std::fmt::Display) -> Error {
-    let text = format!("the model cannot be verified on the device: {why}; run without --verify");
-    Error::new(ErrorCode::Unsupported, text)
+    fn change(&self, number: u32, budget_bytes: Option<u64>) -> Result<()> {
+        self.changes.borrow_mut().push(BudgetChange { pass: number + 1, budget_bytes });
+        self.runtime.set_budget(budget_bytes)
+    }
 }

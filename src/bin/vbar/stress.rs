@@ -28,6 +28,7 @@ use vbar::units::{KIB, PageSize};
 use vbar::{Error, ErrorCode, Result, Runtime, RuntimeOptions};
 
 use crate::arguments;
+use crate::doctor::has_virtual_memory;
 use crate::output::{Output, Verdict};
 use journal::Journal;
 use report::Report;
@@ -80,10 +81,23 @@ pub(crate) struct Arguments {
 pub(crate) fn stress(arguments: &Arguments, output: &Output) -> Result<Verdict> {
     let seed = arguments.seed.unwrap_or_else(any_seed);
     let budget_pages = BUDGET_PAGES + THREAD_PAGES * u64::from(arguments.threads);
+    let wrong = |text: &str| Err(Error::new(ErrorCode::InvalidArgument, text));
+    let cannot_fail = "--fail: a real driver does not fail when it is told to; use --device sim";
+    // Whether it is there or not.
+    if arguments.fail > 0.0 && matches!(arguments.device, Selection::Cuda(_)) {
+        return wrong(cannot_fail);
+    }
     let opened = open(&arguments.device, budget_pages)?;
     if arguments.fail > 0.0 && opened.sim.is_none() {
-        let text = "--fail: a real driver does not fail when it is told to";
-        return Err(Error::new(ErrorCode::InvalidArgument, text));
+        return wrong(cannot_fail);
+    }
+    if !has_virtual_memory(&*opened.driver, opened.device) {
+        let text = format!(
+            "device {} has no virtual memory management: nothing can be resident on it, so there \
+             is nothing to check; choose another with --device",
+            opened.device
+        );
+        return Err(Error::new(ErrorCode::Unsupported, text));
     }
     output.line(format!("device   {}", opened.how));
     output.line(format!("seed     {seed}"));
@@ -215,9 +229,9 @@ impl ModelFile {
     fn new(bytes: u64, seed: u64) -> Result<Self> {
         let name = format!("vbar-stress-{}-{seed}.safetensors", std::process::id());
         let path = std::env::temp_dir().join(name);
-        let model = Self { path };
-        SyntheticModel { total_bytes: bytes, seed, shards: 1 }.write(&model.path, &|_| {})?;
-        Ok(model)
+        SyntheticModel { total_bytes: bytes, seed, shards: 1 }.write(&path, &|_| {})?;
+        // Not before: what was there and was not replaced is not removed either.
+        Ok(Self { path })
     }
 }
 

@@ -7,7 +7,7 @@ use clap::Args;
 use indicatif::{ProgressBar, ProgressStyle};
 use serde::Serialize;
 use vbar::Result;
-use vbar::model::synth::SyntheticModel;
+use vbar::model::synth::{SHARDS_MAX, SyntheticModel};
 use vbar::units::format_bytes;
 
 use crate::arguments;
@@ -18,7 +18,8 @@ Examples:
   vbar synth model.safetensors --bytes 1G --seed 7
   vbar synth model-folder --bytes 16G --seed 7 --shards 4
 
-The same bytes, seed and shards always give the same files.";
+The same bytes, seed and shards always give the same files. Another synthetic model in their place
+is replaced; any other file only with --force; folders, links, pipes and devices never.";
 
 /// Write a synthetic safetensors model, unless it is there already
 #[derive(Args)]
@@ -27,14 +28,18 @@ pub(crate) struct Arguments {
     /// File to write; with several shards the folder
     path: PathBuf,
     /// Bytes of all tensors together, at least 64K
-    #[arg(long, value_parser = arguments::size, value_name = "N")]
+    #[arg(long, value_parser = arguments::synthetic_size, value_name = "N")]
     bytes: u64,
     /// Sizes and bytes follow from it
     #[arg(long, value_name = "S", default_value_t = 1)]
     seed: u64,
     /// Files; more than one have an index
     #[arg(long, value_name = "N", default_value_t = 1)]
+    #[arg(value_parser = clap::value_parser!(u32).range(1..=i64::from(SHARDS_MAX)))]
     shards: u32,
+    /// Replace regular files that are no synthetic models
+    #[arg(long)]
+    force: bool,
 }
 
 #[derive(Serialize)]
@@ -50,12 +55,16 @@ struct Report {
 
 /// Runs the command.
 pub(crate) fn synth(arguments: &Arguments, output: &Output) -> Result<Verdict> {
-    let Arguments { path, bytes, seed, shards } = arguments;
+    let Arguments { path, bytes, seed, shards, force } = arguments;
     let model = SyntheticModel { total_bytes: *bytes, seed: *seed, shards: *shards };
     let start = Instant::now();
     let written = !model.is_at(path);
     let bar = progress(*bytes, output);
-    let paths = model.ensure(path, &|bytes| bar.inc(bytes))?;
+    let progress = |bytes| bar.inc(bytes);
+    let paths = match written && *force {
+        true => model.overwrite(path, &progress)?,
+        false => model.ensure(path, &progress)?,
+    };
     bar.finish_and_clear();
     let ms = start.elapsed().as_secs_f64() * 1e3;
     let size = format_bytes(*bytes);

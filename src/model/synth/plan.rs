@@ -8,8 +8,8 @@ use crate::driver::kernel::mix;
 use crate::host::safetensors::{Dtype, tensor_bytes};
 use crate::units::{GIB, KIB};
 
-/// The fewest bytes a plan can be made for.
-pub(super) const TOTAL_BYTES_MIN: u64 = 64 * KIB;
+/// The fewest bytes that a synthetic model can have.
+pub const TOTAL_BYTES_MIN: u64 = 64 * KIB;
 
 /// A tensor to be written.
 #[derive(Clone, PartialEq, Eq, Debug)]

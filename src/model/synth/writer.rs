@@ -5,12 +5,13 @@
 //! behind is taken over by the next.
 
 use std::fs::{File, OpenOptions, TryLockError};
-use std::os::unix::fs::{FileExt, MetadataExt};
+use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
 use parking_lot::Mutex;
 
+use super::existing::{kind_of, name_of};
 use crate::driver::kernel::mix;
 use crate::error::{Error, ErrorCode, Result};
 use crate::units::format_bytes;
@@ -37,9 +38,6 @@ pub(super) fn write_file(
     stretches: &[Stretch],
     progress: Progress<'_>,
 ) -> Result<()> {
-    if path.is_dir() {
-        return Err(invalid(path, "a folder is in the place of the file"));
-    }
     let mut partial = Partial::create(path)?;
     let last = stretches.last().map_or(head.len() as u64, |last| last.offset + last.bytes);
     check_space(path, last)?;
@@ -160,6 +158,10 @@ impl Partial {
         partial_name.push(".partial");
         let partial = folder_of(path).join(partial_name);
         let io_error = |error| Error::io(partial.display(), &error);
+        if let Some(kind) = kind_of(&partial)?.filter(|kind| !kind.is_file()) {
+            let text = format!("{} is in the place of the file; remove it first", name_of(kind));
+            return Err(invalid(&partial, &text));
+        }
         // A writer renames its file while it holds the lock, so a lock may be had on a file that
         // has left this name meanwhile.
         loop {
@@ -167,6 +169,8 @@ impl Partial {
                 .write(true)
                 .create(true)
                 .truncate(false)
+                // Neither what a link points to nor a pipe that came meanwhile.
+                .custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK)
                 .open(&partial)
                 .map_err(io_error)?;
             match file.try_lock() {
@@ -206,14 +210,15 @@ impl Drop for Partial {
     }
 }
 
-fn folder_of(path: &Path) -> &Path {
+/// The folder that a path's last name is in.
+pub(super) fn folder_of(path: &Path) -> &Path {
     match path.parent() {
         Some(folder) if !folder.as_os_str().is_empty() => folder,
         _ => Path::new("."),
     }
 }
 
-fn invalid(path: &Path, text: &str) -> Error {
+pub(super) fn invalid(path: &Path, text: &str) -> Error {
     Error::new(ErrorCode::InvalidArgument, format!("{}: {text}", path.display()))
 }
 

@@ -23,6 +23,8 @@ pub(super) struct Counted {
     /// Faults that were refused.
     pub(super) offloaded: u64,
     pub(super) bytes_copied: u64,
+    /// Bytes of the tensors that were resident when they were used.
+    pub(super) bytes_resident: u64,
     pub(super) mismatches: u64,
 }
 
@@ -77,6 +79,7 @@ impl Course<'_> {
                         true => counted.resident += 1,
                         false => counted.refilled += 1,
                     }
+                    counted.bytes_resident += guard.bytes();
                     if let Some(round) = round.as_deref_mut() {
                         round.resident(tensor, &guard)?;
                     }

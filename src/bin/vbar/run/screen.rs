@@ -12,6 +12,8 @@ use crate::output::Output;
 
 /// How often the strip is drawn anew.
 const STRIP_INTERVAL: Duration = Duration::from_millis(60);
+/// What the strip's characters mean.
+const LEGEND: &str = "pages    # resident, i on its way, P pinned, ! leaving, . absent";
 /// Room beside the strip, in columns.
 const MARGIN: usize = 2;
 
@@ -20,11 +22,13 @@ pub(super) struct Screen<'a> {
     output: &'a Output,
     bar: RefCell<ProgressBar>,
     drawn_at: Cell<Option<Instant>>,
+    has_legend: Cell<bool>,
 }
 
 impl<'a> Screen<'a> {
     pub(super) fn new(output: &'a Output) -> Self {
-        Self { output, bar: RefCell::new(ProgressBar::hidden()), drawn_at: Cell::new(None) }
+        let bar = RefCell::new(ProgressBar::hidden());
+        Self { output, bar, drawn_at: Cell::new(None), has_legend: Cell::new(false) }
     }
 
     /// A line that stays.
@@ -34,12 +38,15 @@ impl<'a> Screen<'a> {
 
     /// Progress of the checksums of `count` tensors; may be moved on by any thread.
     pub(super) fn checksums(&self, count: usize) -> ProgressBar {
-        self.say("checksums of the file's bytes");
+        self.say("computing the checksums of the file's bytes …");
         self.bar_of(count, "checksums [{bar:40}] {pos}/{len} tensors")
     }
 
-    /// A pass over `count` tensors begins.
+    /// A pass over `count` tensors begins. Above the first strip goes what it means.
     pub(super) fn begin(&self, number: u32, of: u32, count: usize) {
+        if self.output.draws() && !self.has_legend.replace(true) {
+            self.say(LEGEND);
+        }
         let template = format!(
             "pass {}/{of}  [{{bar:40}}] {{pos}}/{{len}} tensors {{elapsed}}\n{{msg}}",
             number + 1

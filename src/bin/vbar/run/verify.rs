@@ -8,15 +8,18 @@
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use vbar::copy::staging::Staging;
+use vbar::driver::select::Opened;
 use vbar::host::locked::{self, LockedSlot};
 use vbar::host::model_files::Model;
+use vbar::outcome::Reason;
 use vbar::sync::ticket::Ticket;
-use vbar::units::{MIB, align_up};
+use vbar::units::{MIB, PageSize, align_up};
 use vbar::{Error, ErrorCode, Fault, Guard, Result, Vbar};
 
-use super::cannot_verify;
 use super::screen::Screen;
+use crate::arguments::argument_of_bytes;
 use crate::compute::Compute;
+use crate::doctor::has_virtual_memory;
 
 /// Tensors and chunks start at multiples of this.
 const ALIGNMENT: u64 = 512;
@@ -27,6 +30,44 @@ const CHUNK_BYTES_MIN: u64 = 32 << 10;
 const WORD_BYTES: u64 = 8;
 /// One is read from the file while the other is copied.
 const SLOT_COUNT: usize = 2;
+
+/// Refuses what cannot be verified before anything is read for it.
+///
+/// # Errors
+/// `Unsupported`: nothing can be resident on the device, or the scratch does not fit the budget.
+pub(super) fn check(
+    opened: &Opened,
+    model: &Model,
+    page_size: PageSize,
+    budget: Option<u64>,
+) -> Result<()> {
+    if !has_virtual_memory(&*opened.driver, opened.device) {
+        let device = opened.device;
+        let why =
+            format!("device {device} has no virtual memory management, so nothing can be on it");
+        return Err(cannot_verify(why, "choose another with --device"));
+    }
+    let scratch = Layout::new(model.tensors().len(), page_size.bytes());
+    let scratch = scratch.and_then(|layout| align_up(layout.bytes(), page_size.bytes()));
+    match (scratch, budget) {
+        (Some(scratch), Some(budget)) if budget < scratch => Err(too_small(scratch)),
+        _ => Ok(()),
+    }
+}
+
+fn too_small(scratch_bytes: u64) -> Error {
+    let least = argument_of_bytes(scratch_bytes);
+    let why = format!("the budget has no room for {least} of scratch");
+    cannot_verify(why, &format!("raise --budget to at least {least}"))
+}
+
+/// An error of verification: why, and what to do about it.
+fn cannot_verify(why: impl std::fmt::Display, remedy: &str) -> Error {
+    let text = format!(
+        "the model cannot be verified on the device: {why}; {remedy}, or run without --verify"
+    );
+    Error::new(ErrorCode::Unsupported, text)
+}
 
 /// The checksums of a model's tensors, by index, from the bytes of `source`: the model itself or a
 /// copy of it.
@@ -100,13 +141,16 @@ impl Verifier {
         let (runtime, device) = (compute.runtime(), compute.device());
         device.driver.module_load()?;
         let layout = Layout::new(expected.len(), runtime.page_size().bytes());
-        let layout = layout.ok_or_else(|| cannot_verify("too many tensors"))?;
+        let layout = layout.ok_or_else(|| cannot_verify("too many tensors", "use larger pages"))?;
         let vbar = runtime.create_bar(layout.bytes())?;
         // Pages of the model go first.
         vbar.set_class(i32::MAX);
         let staging = Staging::new(device, SLOT_COUNT, layout.chunk_bytes as usize)?;
         let words = locked::allocate(&device.driver, 1, layout.words_bytes as usize)?;
-        let words = words.into_iter().next().ok_or_else(|| cannot_verify("no slot"))?;
+        let words = words
+            .into_iter()
+            .next()
+            .ok_or_else(|| cannot_verify("no page-locked memory", "free some"))?;
         Ok(Self { vbar, layout, staging, words, expected })
     }
 
@@ -126,10 +170,11 @@ impl Verifier {
         self.vbar.prioritise();
         let scratch = match self.vbar.fault(0..self.layout.bytes(), compute.stream)? {
             Fault::Resident(guard) => guard,
+            Fault::Offloaded(Reason::TooLarge) => return Err(too_small(self.vbar.bytes())),
             Fault::Offloaded(reason) => {
-                let why =
-                    format!("its scratch of {} bytes is offloaded: {reason}", self.vbar.bytes());
-                return Err(cannot_verify(why));
+                let bytes = argument_of_bytes(self.vbar.bytes());
+                let why = format!("its scratch of {bytes} did not fit ({reason})");
+                return Err(cannot_verify(why, "free memory of the device"));
             }
         };
         let words = self.layout.words_bytes;

@@ -33,7 +33,8 @@ impl Report {
     pub(super) fn new(opened: &Opened, journal: &Journal, seed: u64, time: Duration) -> Self {
         let violation_texts = journal.violations();
         let (checks, unchecked) = journal.checks();
-        let ok = violation_texts.is_empty();
+        // A run that compared nothing says nothing.
+        let ok = violation_texts.is_empty() && checks > 0;
         Self {
             device: opened.how.clone(),
             seed,
@@ -43,8 +44,11 @@ impl Report {
             unchecked,
             errors: journal.errors(),
             violations: violation_texts.len(),
+            last_operations: match violation_texts.is_empty() {
+                true => Vec::new(),
+                false => journal.last_operations(),
+            },
             violation_texts,
-            last_operations: if ok { Vec::new() } else { journal.last_operations() },
             ok,
         }
     }
@@ -59,6 +63,11 @@ impl Report {
         }
         if self.ok {
             output.line("ok: no violation");
+            return;
+        }
+        if self.violations == 0 {
+            let text = "FAILED: nothing was checked; let fewer calls fail, or give it more time";
+            output.line(text);
             return;
         }
         for (thread, operations) in self.last_operations.iter().enumerate() {
