@@ -11,13 +11,15 @@ fn calls(sim: &Sim) -> u64 {
     Verb::ALL.iter().map(|verb| sim.calls(*verb)).sum()
 }
 
-/// Runs `child` in a forked process; whether it came back true.
-fn in_child(child: impl FnOnce() -> bool) -> bool {
+/// Runs `child` in a forked process; whether it came back true. A child that hangs is ended.
+pub(crate) fn in_child(child: impl FnOnce() -> bool) -> bool {
     // SAFETY: the child calls only the code under test, which must hold up after a fork, and ends
     // with `_exit` without unwinding into the test harness.
     let pid = unsafe { libc::fork() };
     assert!(pid >= 0, "fork failed");
     if pid == 0 {
+        // SAFETY: asks for a signal, whose default is to end the process: this child only.
+        unsafe { libc::alarm(30) };
         let good = std::panic::catch_unwind(std::panic::AssertUnwindSafe(child)).unwrap_or(false);
         // SAFETY: ends the process at once, running nothing.
         unsafe { libc::_exit(i32::from(!good)) };

@@ -10,6 +10,8 @@ mod files;
 mod forked;
 mod limits;
 mod refill;
+mod reviewed;
+mod reviewed_life;
 mod scenarios;
 mod scenarios_failures;
 mod scenarios_life;
