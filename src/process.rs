@@ -8,23 +8,28 @@
 
 #![expect(unsafe_code, reason = "atexit and an atomic in a mapping that the kernel writes")]
 
-use std::sync::OnceLock;
-use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
+use std::sync::Once;
+use std::sync::atomic::{AtomicPtr, AtomicU8, Ordering};
 
 use crate::error::{Error, ErrorCode, Result};
 
-static EXITING: AtomicBool = AtomicBool::new(false);
-static ALIVE: OnceLock<&'static AtomicU8> = OnceLock::new();
+/// 1 while the process may call the driver; before [`watch`], and where a fork is not seen.
+static ALIVE: AtomicU8 = AtomicU8::new(1);
+/// The byte to ask: `ALIVE`, or the one that the kernel wipes in a forked child.
+static ASKED: AtomicPtr<AtomicU8> = AtomicPtr::new((&raw const ALIVE).cast_mut());
 
 /// Starts watching for fork and exit; called after the driver is open. Later calls do nothing.
 ///
 /// Where the kernel has no `MADV_WIPEONFORK` (before 4.14) a fork is not seen.
 pub fn watch() {
-    ALIVE.get_or_init(|| {
+    static WATCH: Once = Once::new();
+    WATCH.call_once(|| {
         // SAFETY: `on_exit` is a plain C function of static life time; atexit may be called at any
         // time and its failure only means that the exit is not seen.
         unsafe { libc::atexit(on_exit) };
-        fork_flag()
+        if let Some(flag) = fork_flag() {
+            ASKED.store(std::ptr::from_ref(flag).cast_mut(), Ordering::Release);
+        }
     });
 }
 
@@ -32,8 +37,14 @@ pub fn watch() {
 #[inline]
 #[must_use]
 pub fn ending() -> bool {
-    EXITING.load(Ordering::Relaxed)
-        || ALIVE.get().is_some_and(|alive| alive.load(Ordering::Relaxed) == 0)
+    asked().load(Ordering::Relaxed) == 0
+}
+
+#[inline]
+fn asked() -> &'static AtomicU8 {
+    // SAFETY: points to a static or to a leaked mapping, both of which live until the process ends
+    // and are only used through this atomic.
+    unsafe { &*ASKED.load(Ordering::Acquire) }
 }
 
 /// Whether calls may be made.
@@ -49,24 +60,23 @@ pub fn check() -> Result<()> {
 }
 
 extern "C" fn on_exit() {
-    EXITING.store(true, Ordering::Relaxed);
+    asked().store(0, Ordering::Relaxed);
 }
 
-fn fork_flag() -> &'static AtomicU8 {
-    static ALWAYS: AtomicU8 = AtomicU8::new(1);
-    let Ok(mut page) = memmap2::MmapMut::map_anon(1) else { return &ALWAYS };
+fn fork_flag() -> Option<&'static AtomicU8> {
+    let mut page = memmap2::MmapMut::map_anon(1).ok()?;
     let start = page.as_mut_ptr().cast();
     // SAFETY: the advice is on one byte of a private anonymous mapping of ours, and changes only
     // what a child sees there.
     if unsafe { libc::madvise(start, 1, libc::MADV_WIPEONFORK) } != 0 {
-        return &ALWAYS;
+        return None;
     }
     // The mapping is never unmapped: the flag is asked until the process ends.
     let page: &'static mut memmap2::MmapMut = Box::leak(Box::new(page));
     // SAFETY: the pointer is to one byte of a leaked, writable mapping that only this atomic uses.
     let flag = unsafe { AtomicU8::from_ptr(page.as_mut_ptr()) };
     flag.store(1, Ordering::Relaxed);
-    flag
+    Some(flag)
 }
 
 #[cfg(test)]

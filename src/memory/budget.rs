@@ -82,7 +82,8 @@ impl Budget {
         self.headroom
     }
 
-    /// Takes in what the driver called free, of `total` bytes, while we held `held` bytes of frames.
+    /// Takes in what the driver called free, of `total` bytes, while we held `held` bytes of
+    /// frames.
     pub fn observe(&mut self, held: u64, free: u64, total: u64) {
         self.observed = Some(Observation { held, free });
         self.refused_at = None;

@@ -261,9 +261,20 @@ impl<'a> Guard<'a> {
     ///
     /// # Errors
     /// `StaleToken` when the pins were released by a forced end of run.
+    #[inline]
     pub fn unpin(mut self) -> Result<()> {
-        let hold = self.hold.take().expect("a guard holds until it is consumed");
-        self.vbar.runtime.pager().unpin(&self.vbar.bar, &hold)
+        let unpinned = self.give_back();
+        self.hold = None;
+        unpinned
+    }
+
+    /// In place: what a hit moves around is what it costs.
+    #[inline]
+    fn give_back(&self) -> Result<()> {
+        match &self.hold {
+            Some(hold) => self.vbar.runtime.pager().unpin(&self.vbar.bar, hold),
+            None => Ok(()),
+        }
     }
 
     /// Puts the pins aside under a token, to be given back with [`Runtime::unpin`].
@@ -293,8 +304,7 @@ impl std::fmt::Debug for Guard<'_> {
 
 impl Drop for Guard<'_> {
     fn drop(&mut self) {
-        let Some(hold) = self.hold.take() else { return };
-        if let Err(error) = self.vbar.runtime.pager().unpin(&self.vbar.bar, &hold) {
+        if let Err(error) = self.give_back() {
             // A forced end of run said so already; anything else deserves to be seen.
             match error.code() {
                 ErrorCode::StaleToken => log::debug!("unpin: {error}"),

@@ -10,6 +10,7 @@
 //! [`Fences::context_wait`].
 
 use std::collections::VecDeque;
+use std::num::NonZeroU64;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -32,8 +33,9 @@ const RETIRED: u64 = u64::MAX;
 /// A stream as this module knows it: its slot, and the id that tells whether the slot is still its.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct StreamSlot {
+    /// Never 0, which keeps an `Option` of it in two words.
+    id: NonZeroU64,
     index: u16,
-    id: u64,
 }
 
 /// Apart from its neighbours by the two cache lines that processors fetch together.
@@ -148,8 +150,7 @@ impl Fences {
         if stream.is_none() {
             return Ok(None);
         }
-        let id = self.driver.stream_get_id(stream)?.wrapping_add(1);
-        self.find_or_insert(id).map(Some)
+        self.find_or_insert(self.id_of(stream)?).map(Some)
     }
 
     /// The ticket that stands for all work enqueued on the stream up to now; the caller stamps it
@@ -311,8 +312,7 @@ impl Fences {
     /// # Errors
     /// As [`Fences::record`]; the stream is still known then.
     pub fn retire(&self, stream: Stream) -> Result<()> {
-        let id = self.driver.stream_get_id(stream)?.wrapping_add(1);
-        let Some(slot) = self.find(id) else { return Ok(()) };
+        let Some(slot) = self.find(self.id_of(stream)?) else { return Ok(()) };
         let entry = self.entry(slot);
         if entry.stamped.load(Acquire) > entry.recorded.load(Acquire) {
             self.record(stream, slot)?;
@@ -364,12 +364,21 @@ impl Fences {
         &self.slots[slot.index as usize]
     }
 
+    /// The stream's id plus one: 0 and the largest number mean something else in a slot.
+    #[inline]
+    fn id_of(&self, stream: Stream) -> Result<NonZeroU64> {
+        let id = self.driver.stream_get_id(stream)?.wrapping_add(1);
+        NonZeroU64::new(id).filter(|id| id.get() != RETIRED).ok_or_else(|| {
+            Error::new(ErrorCode::Internal, format!("{stream:?} has the id {id:#x} less one"))
+        })
+    }
+
     /// Slots are an open-addressed table by stream id: the hit path finds one without a lock.
     #[inline]
-    fn find(&self, id: u64) -> Option<StreamSlot> {
+    fn find(&self, id: NonZeroU64) -> Option<StreamSlot> {
         for index in probe(id) {
             match self.slots[index].id.load(Acquire) {
-                found if found == id => return Some(StreamSlot { index: index as u16, id }),
+                found if found == id.get() => return Some(StreamSlot { index: index as u16, id }),
                 FREE => return None,
                 _ => {}
             }
@@ -377,7 +386,7 @@ impl Fences {
         None
     }
 
-    fn insert(&self, id: u64) -> Result<StreamSlot> {
+    fn insert(&self, id: NonZeroU64) -> Result<StreamSlot> {
         let _one_at_a_time = self.insert.lock();
         if let Some(slot) = self.find(id) {
             return Ok(slot);
@@ -392,7 +401,7 @@ impl Fences {
                     _ => take_idle && self.is_idle(slot, &mut ring)?,
                 };
                 if reusable {
-                    slot.id.store(id, Release);
+                    slot.id.store(id.get(), Release);
                     slot.recorded_at.store(self.ticks.now(), Relaxed);
                     self.change_capture(slot, false);
                     slot.waited.iter().for_each(|waited| waited.store(0, Release));
@@ -416,10 +425,10 @@ impl Fences {
     }
 
     fn is_still(&self, slot: StreamSlot) -> bool {
-        self.entry(slot).id.load(Acquire) == slot.id
+        self.entry(slot).id.load(Acquire) == slot.id.get()
     }
 
-    fn find_or_insert(&self, id: u64) -> Result<StreamSlot> {
+    fn find_or_insert(&self, id: NonZeroU64) -> Result<StreamSlot> {
         match self.find(id) {
             Some(slot) => Ok(slot),
             None => self.insert(id),
@@ -463,7 +472,7 @@ impl Slot {
 }
 
 #[inline]
-fn probe(id: u64) -> impl Iterator<Item = usize> {
-    let first = (id.wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 56) as usize;
+fn probe(id: NonZeroU64) -> impl Iterator<Item = usize> {
+    let first = (id.get().wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 56) as usize;
     (0..SLOT_COUNT).map(move |step| (first + step) % SLOT_COUNT)
 }
