@@ -23,7 +23,10 @@ step() {
 }
 
 chmod +x device faults vbar
-step 20 ./vbar doctor
+if ! timeout 20 ./vbar doctor; then
+    echo "== no usable GPU here: nothing was run" >&2
+    exit 1
+fi
 step 400 ./device --test-threads 1
 step 120 ./faults
 step 300 ./vbar synth "$model" --bytes "$model_bytes" --seed 7
