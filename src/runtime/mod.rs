@@ -203,14 +203,17 @@ impl Runtime {
         })
     }
 
-    /// Gives the pins of a token back; work that used the pages on the token's stream was enqueued
-    /// before.
+    /// Gives the pins of a token back. `stream` is the one that the token was faulted for, which
+    /// lives still; work that uses the pages was enqueued on it before. When that stream was
+    /// destroyed meanwhile pass [`Stream::NONE`]: then no fence covers the use, and the pages are
+    /// evicted last, after a wait for the context. Any other stream is one that used them too.
     ///
     /// # Errors
-    /// `StaleToken` when the token holds no pins, or they were released by force.
-    pub fn unpin(&self, token: Token) -> Result<()> {
+    /// `StaleToken` when the token holds no pins, or they were released by force; what the driver
+    /// says of another stream.
+    pub fn unpin(&self, token: Token, stream: Stream) -> Result<()> {
         let (bar, hold) = self.inner.pins.take(token)?;
-        let unpinned = self.pager().unpin(&bar, &hold);
+        let unpinned = self.pager().unpin_on(&bar, hold, stream);
         self.pager().after_token(&bar);
         unpinned
     }

@@ -236,7 +236,7 @@ fn a_vbar_closes_under_a_token_and_goes_with_it() {
     let token = resident(&world, &vbar, 0..1).into_token();
     drop(vbar);
     assert_eq!(world.runtime.numbers().closing_bars, 1);
-    world.runtime.unpin(token).unwrap();
+    world.runtime.unpin(token, world.stream).unwrap();
     world.runtime.refresh().unwrap();
     assert_eq!(world.runtime.numbers().closing_bars, 0);
     assert_eq!(world.sim.live_reservations(), 0);
@@ -299,7 +299,7 @@ fn a_lost_device_says_so_and_is_left_alone() {
     lost(fill.commit(world.stream).map(drop));
     lost(allocation.fault(world.stream).map(drop));
     let _ = guard.unpin();
-    let _ = world.runtime.unpin(token);
+    let _ = world.runtime.unpin(token, world.stream);
     let unmaps = world.sim.calls(Verb::MemUnmap);
     lost(vbar.destroy_wait());
     drop((allocation, other));

@@ -66,7 +66,7 @@ fn a_forked_child_calls_nothing_of_the_driver() {
             && ending(runtime.free_memory(P).map(drop))
             && ending(runtime.retire_stream(world.stream))
             && ending(Runtime::open(driver, DEVICE, budget_options(1)).map(drop));
-        let _ = runtime.unpin(token);
+        let _ = runtime.unpin(token, world.stream);
         drop(guard);
         drop((spare, other, vbar.clone()));
         drop(world);

@@ -134,5 +134,5 @@ fn pages_that_were_released_by_force_are_written_after_their_readers() {
     write(&world, &fill, world.stream);
     drop(fill.commit(world.stream).unwrap());
     release_and_check(&world, reader);
-    assert_eq!(world.runtime.unpin(token).unwrap_err().code(), ErrorCode::StaleToken);
+    assert_eq!(world.runtime.unpin(token, world.stream).unwrap_err().code(), ErrorCode::StaleToken);
 }

@@ -93,11 +93,11 @@ fn a_runtime_does_not_take_the_token_of_another_for_its_own() {
     let (ours, theirs) = (first.create_bar(P).unwrap(), second.create_bar(P).unwrap());
     let token = resident_on(&ours, 0..1, Stream::NONE).into_token();
     let other = resident_on(&theirs, 0..1, Stream::NONE).into_token();
-    let refused = second.unpin(token);
+    let refused = second.unpin(token, Stream::NONE);
     assert_eq!(refused.map_err(|error| error.code()), Err(ErrorCode::StaleToken));
     assert_eq!((ours.residency()[0].pins, theirs.residency()[0].pins), (1, 1));
-    first.unpin(token).unwrap();
-    second.unpin(other).unwrap();
+    first.unpin(token, Stream::NONE).unwrap();
+    second.unpin(other, Stream::NONE).unwrap();
     assert_eq!((ours.residency()[0].pins, theirs.residency()[0].pins), (0, 0));
 }
 

@@ -123,14 +123,17 @@ fn scenario_5_a_double_unpin_takes_no_neighbours_pin() {
         Fault::Offloaded(reason) => panic!("{reason}"),
     };
     let (a, b) = (token(a), token(b));
-    world.runtime.unpin(a).unwrap();
-    assert_eq!(world.runtime.unpin(a).unwrap_err().code(), ErrorCode::StaleToken);
+    world.runtime.unpin(a, world.stream).unwrap();
+    assert_eq!(world.runtime.unpin(a, world.stream).unwrap_err().code(), ErrorCode::StaleToken);
     let freed = vbar.free_memory(P).unwrap();
     assert_eq!((freed.bytes, freed.shortfall), (0, Some(Shortfall::AllPinned(1))));
-    world.runtime.unpin(b).unwrap();
+    world.runtime.unpin(b, world.stream).unwrap();
     assert_eq!(vbar.free_memory(P).unwrap().bytes, P);
     let unknown = vbar::memory::pins::Token(7 << 32 | 99);
-    assert_eq!(world.runtime.unpin(unknown).unwrap_err().code(), ErrorCode::StaleToken);
+    assert_eq!(
+        world.runtime.unpin(unknown, world.stream).unwrap_err().code(),
+        ErrorCode::StaleToken
+    );
     world.check();
 }
 

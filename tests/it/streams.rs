@@ -2,11 +2,12 @@
 
 use std::time::Duration;
 
-use vbar::driver::{CaptureMode, Driver};
+use vbar::driver::sim::Verb;
+use vbar::driver::{CaptureMode, Driver, KernelCall};
 use vbar::memory::pager::HeldPins;
 use vbar::options::{ContextWaits, RuntimeOptions};
 use vbar::units::Stream;
-use vbar::{Allocation, AllocationFault, Fault, Reason, WaitKind};
+use vbar::{Allocation, AllocationFault, Fault, Reason, Vbar, WaitKind};
 
 use crate::world::{P, ROOMY, World, budget_options, fault, pattern_sum, resident, resident_on};
 
@@ -168,7 +169,7 @@ fn a_per_thread_stream_is_not_another_threads() {
         work.join().unwrap()
     });
     // On this thread the handle names another stream, whose fences say nothing of that work.
-    world.runtime.unpin(token).unwrap();
+    world.runtime.unpin(token, stream).unwrap();
     let guard = resident(&world, &new, 0..1);
     world.write(guard.address(), P, 1, world.stream);
     drop(guard);
@@ -437,5 +438,49 @@ fn the_legacy_stream_counts_as_capturing_while_another_is() {
     world.sum(target, 8, target.offset(8), Duration::ZERO, world.stream);
     let graph = world.sim.end_capture(world.stream);
     assert!(graph.is_ok(), "our calls broke the capture");
+    world.check();
+}
+
+/// Writes the first page of a VBAR, some time after the launch.
+fn write_late(world: &World, vbar: &Vbar, seed: u64, stream: Stream) {
+    let (target, bytes, delay_nanos) = (vbar.base(), P, DELAY.as_nanos() as u64 * 20);
+    let call = KernelCall::Pattern { target, bytes, seed, delay_nanos };
+    world.sim.launch_kernel(call, stream).unwrap();
+}
+
+/// A stream's handle is good only during the call that it is given to: a token whose stream is gone
+/// is given back without it, and its pages wait for the context instead of a fence.
+#[test]
+fn a_token_outlives_its_stream() {
+    let world = World::budget(1);
+    let (old, new) = (world.vbar(1), world.vbar(1));
+    let gone = world.another_stream();
+    let token = old.fault(0..P, gone).unwrap().resident().unwrap().into_token();
+    write_late(&world, &old, 3, gone);
+    world.sim.stream_destroy(gone).unwrap();
+    let reused = world.another_stream();
+    let asked = world.sim.calls(Verb::StreamIsCapturing);
+    world.runtime.unpin(token, Stream::NONE).unwrap();
+    assert_eq!(world.sim.calls(Verb::StreamIsCapturing), asked, "a handle was used that is gone");
+    drop(new.fault(0..P, reused).unwrap().resident().expect("after a wait for the context"));
+    assert!(world.runtime.statistics().waited(WaitKind::Context).count > 0);
+    world.check();
+}
+
+/// Named with another stream, the pages wait for both.
+#[test]
+fn a_token_can_be_given_back_on_another_stream() {
+    let world = World::budget(1);
+    let (old, new) = (world.vbar(1), world.vbar(1));
+    let other = world.another_stream();
+    let token = resident(&world, &old, 0..1).into_token();
+    world.write(old.base(), P, 1, world.stream);
+    world.sim.stream_synchronize(world.stream).unwrap();
+    write_late(&world, &old, 2, other);
+    world.runtime.unpin(token, other).unwrap();
+    let guard = resident(&world, &new, 0..1);
+    world.write(guard.address(), P, 3, world.stream);
+    drop(guard);
+    world.sim.ctx_synchronize().unwrap();
     world.check();
 }

@@ -157,7 +157,7 @@ fn vbars_come_and_go_while_others_take_their_pages() {
                     (draw.below(4) == 0).then(|| guard.into_token())
                 });
                 drop(bar);
-                token.map_or(Ok(()), |token| world.runtime.unpin(token)).unwrap();
+                token.map_or(Ok(()), |token| world.runtime.unpin(token, stream)).unwrap();
             }
         });
         world.sim.ctx_synchronize().unwrap();

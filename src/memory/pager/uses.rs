@@ -31,7 +31,9 @@ impl Pager {
             return self.drop_pins(bar, hold);
         }
         self.stamp(bar, hold, hold.stream, slot);
-        if let Err(error) = self.cover_stamp(bar, hold, slot) {
+        if !hold.stream.is_none()
+            && let Err(error) = self.cover_stamp(bar, hold, slot)
+        {
             // The stamps stay uncovered until the stream is used again, or the context is waited
             // for.
             log::warn!("no fence was recorded: {}", self.device.note(error));
@@ -39,8 +41,31 @@ impl Pager {
         self.drop_pins(bar, hold)
     }
 
+    /// As [`Pager::unpin`], for a hold that was put aside: the stream's handle of that time may be
+    /// no good any more, so the caller names it again. `Stream::NONE`: the stream is gone, and
+    /// what was enqueued on it may not be done. Another stream: the pages were used on that one.
+    ///
+    /// # Errors
+    /// As [`Pager::unpin`]; what the driver says of another stream. The pins are given back.
+    pub fn unpin_on(&self, bar: &Arc<Bar>, mut hold: Hold, stream: Stream) -> Result<()> {
+        if crate::process::ending() {
+            return Ok(());
+        }
+        let mut named = Ok(());
+        if !stream.is_none() && stream != hold.stream {
+            named = self.also_used_on(bar, &hold, stream).map(|_| ());
+        }
+        if stream != hold.stream {
+            hold.stream = Stream::NONE;
+        }
+        self.unpin(bar, &hold).and(named)
+    }
+
     #[cold]
     fn is_capturing(&self, stream: Stream) -> bool {
+        if stream.is_none() {
+            return false;
+        }
         let _context = match stream.is_implicit() {
             true => self.device.enter_context().ok(),
             false => None,

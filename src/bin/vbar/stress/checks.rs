@@ -143,7 +143,7 @@ impl<'w> Checks<'w> {
     pub(super) fn finish(mut self) -> Result<()> {
         let flushed = self.flush();
         if let Some(token) = self.token.take() {
-            self.world.runtime.unpin(token)?;
+            self.world.runtime.unpin(token, self.streams[0])?;
         }
         flushed
     }

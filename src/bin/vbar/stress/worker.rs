@@ -167,7 +167,7 @@ impl<'w> Worker<'w> {
                 let good = used && !stale;
                 checked =
                     if good { self.check_held(bare, *index, *version, stream) } else { Ok(()) };
-                answer = self.world.runtime.unpin(token);
+                answer = self.world.runtime.unpin(token, stream);
                 Some(stale)
             }
             HeldAt::Tensor { bound, tensor, epoch } => {
@@ -176,12 +176,12 @@ impl<'w> Worker<'w> {
                 let good = used && !stale;
                 let address = bound.bar.address(*tensor);
                 checked = if good { self.check_tensor(address, *tensor, stream) } else { Ok(()) };
-                answer = self.world.runtime.unpin(token);
+                answer = self.world.runtime.unpin(token, stream);
                 Some(stale)
             }
             HeldAt::Forgotten => {
                 checked = Ok(());
-                answer = self.world.runtime.unpin(token);
+                answer = self.world.runtime.unpin(token, stream);
                 None
             }
         };
