@@ -75,11 +75,15 @@ pub trait ReadAt: Send + Sync {
     /// What the system says, `EINTR` included.
     fn read_at(&self, target: &mut [u8], offset: u64) -> io::Result<usize>;
 
-    /// `preadv`: the targets are filled in their order. At most `IOV_MAX` targets.
+    /// `preadv`: the targets are filled in their order. At most `IOV_MAX` targets. Without a call
+    /// of its own a reader fills the first target, which is a short read.
     ///
     /// # Errors
     /// What the system says, `EINTR` included.
-    fn read_vectored_at(&self, targets: &mut [IoSliceMut<'_>], offset: u64) -> io::Result<usize>;
+    fn read_vectored_at(&self, targets: &mut [IoSliceMut<'_>], offset: u64) -> io::Result<usize> {
+        let first = targets.iter_mut().find(|target| !target.is_empty());
+        first.map_or(Ok(0), |target| self.read_at(target, offset))
+    }
 
     /// `fstat`.
     ///

@@ -100,12 +100,6 @@ impl Bar {
         self.closed.load(Relaxed)
     }
 
-    /// Bytes allocated or bound so far.
-    #[must_use]
-    pub fn allocated_bytes(&self) -> u64 {
-        self.allocated.load(Relaxed)
-    }
-
     /// Binds the VBAR to what fills it, once.
     ///
     /// # Errors

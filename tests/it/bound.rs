@@ -1,6 +1,5 @@
 //! Bound VBARs: the bytes on the device are the file's, whatever the budget, or there is an error.
 
-use std::io::IoSliceMut;
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -248,15 +247,6 @@ impl ReadAt for Failing {
         }
         let length = (target.len() as u64).min(left) as usize;
         ReadAt::read_at(&self.file, &mut target[..length], offset)
-    }
-
-    fn read_vectored_at(
-        &self,
-        targets: &mut [IoSliceMut<'_>],
-        offset: u64,
-    ) -> std::io::Result<usize> {
-        let first = targets.iter_mut().find(|target| !target.is_empty()).unwrap();
-        self.read_at(first, offset)
     }
 
     fn identity(&self) -> std::io::Result<FileIdentity> {

@@ -343,15 +343,6 @@ impl ReadAt for Interrupting {
         ReadAt::read_at(&self.file, &mut target[..bytes], offset)
     }
 
-    fn read_vectored_at(
-        &self,
-        targets: &mut [IoSliceMut<'_>],
-        offset: u64,
-    ) -> std::io::Result<usize> {
-        let first = targets.iter_mut().find(|target| !target.is_empty()).unwrap();
-        self.read_at(first, offset)
-    }
-
     fn identity(&self) -> std::io::Result<FileIdentity> {
         self.file.identity()
     }

@@ -9,7 +9,7 @@ use std::sync::Arc;
 
 use super::Pager;
 use super::plan::{Claim, Protected, Take, Victim};
-use super::state::{Lingering, LingeringFrame};
+use super::state::{Destination, Lingering, LingeringFrame};
 use crate::copy::fill::FillJob;
 use crate::counters;
 use crate::driver::{DriverError, DriverResult, FrameHandle};
@@ -304,7 +304,7 @@ impl Pager {
             bar: Arc::clone(&claim.bar),
             page: claim.page,
             users,
-            frame: LingeringFrame::Free(frame),
+            frame: LingeringFrame::To(frame, Destination::FreeList),
         };
         self.state.lock().lingering.push(lingering);
     }

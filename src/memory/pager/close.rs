@@ -8,9 +8,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::Pager;
-use super::plan::{Blocked, Usable, Victim, start_evicting};
-use super::release::Destination;
-use super::state::{Lingering, LingeringFrame};
+use super::plan::{Blocked, Usable, take_pages};
+use super::state::Destination;
 use crate::counters;
 use crate::driver::DriverResult;
 use crate::error::{Error, ErrorCode, Result};
@@ -18,7 +17,6 @@ use crate::memory::page_table::PageState;
 use crate::memory::space;
 use crate::memory::vbar::Bar;
 use crate::outcome::WaitKind;
-use crate::units::PageIndex;
 
 /// Between two looks at closing VBARs passes this many times what the last one took.
 const CLOSING_PAUSE: u32 = 10;
@@ -120,29 +118,18 @@ impl Pager {
         let taken = {
             let mut state = self.state.lock();
             let Some(entry) = state.bars.get(&id) else { return };
-            let mut taken = Vec::new();
-            for page in &entry.resident {
-                let mut ignored = Blocked::default();
-                let (page, usable) = (PageIndex(*page), Usable::Recorded);
-                // Pinned pages, and those whose uses no fence covers, go another time.
-                taken.extend(start_evicting(&self.device, &entry.bar, page, usable, &mut ignored));
-            }
+            let (pages, mut ignored) = (entry.resident.iter().copied(), Blocked::default());
+            // Pinned pages, and those whose uses no fence covers, go another time.
+            let usable = Usable::Recorded;
+            let taken =
+                take_pages(&self.device, &entry.bar, pages, usize::MAX, usable, &mut ignored);
             for (victim, _) in &taken {
                 state.remove_resident(id, victim.page);
             }
             counters::add(&self.device.counters.pages_evicted, taken.len() as u64);
             taken
         };
-        for (victim, users) in taken {
-            let frame = victim.frame;
-            if users.is_empty() {
-                self.part(&victim, Some((frame, Destination::FreeList)));
-                continue;
-            }
-            let Victim { bar, page, .. } = victim;
-            let frame = LingeringFrame::Free(frame);
-            self.state.lock().lingering.push(Lingering { bar, page, users, frame });
-        }
+        self.part_or_linger(taken, Destination::FreeList);
     }
 
     /// Blocks until a closed VBAR is gone.

@@ -41,7 +41,7 @@ pub use release::{Freed, Shortfall};
 
 use act::{Failure, Writer};
 use patience::Patience;
-use plan::{Item, Planned, Protected, Standing, Usable};
+use plan::{Planned, Protected, Standing, Usable};
 use release::Excess;
 use state::State;
 
@@ -379,9 +379,7 @@ impl Pager {
         slot: Option<StreamSlot>,
         capture: CaptureState,
     ) -> Result<Faulted<Vec<Protected>>> {
-        let items: Vec<Item<'_>> =
-            requests.iter().map(|r| Item { bar: r.bar, pages: r.pages.clone() }).collect();
-        let bound = items.iter().all(|item| item.bar.bound().is_some());
+        let bound = requests.iter().all(|request| request.bar.bound().is_some());
         let (mode, writer) = match (capture, slot) {
             (CaptureState::None, Some(_)) => (Mode::Stream, Some(Writer { stream, slot })),
             _ => (Mode::Cpu, None),
@@ -412,13 +410,13 @@ impl Pager {
             }
             let planned = {
                 let mut state = self.state.lock();
-                for item in &items {
-                    let end = u64::from(item.pages.end) * self.page_bytes();
-                    state.raise_extent(item.bar.id, end);
+                for request in requests {
+                    let end = u64::from(request.pages.end) * self.page_bytes();
+                    state.raise_extent(request.bar.id, end);
                 }
                 self.update_eager(&state);
                 let standing = Standing { turn: patience.turn, reclaim: patience.reclaim() };
-                plan::plan(&mut state, &self.device, &items, usable, standing)?
+                plan::plan(&mut state, &self.device, requests, usable, standing)?
             };
             match planned {
                 Planned::Ready(protected) => return Ok(Faulted::Resident(protected)),

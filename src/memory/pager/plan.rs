@@ -7,10 +7,10 @@
 //! events are the only driver calls here; none of them waits.
 
 use std::collections::HashSet;
-use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
+use super::Request;
 use super::state::State;
 use crate::error::{Error, ErrorCode, Result};
 use crate::memory::budget::BudgetSource;
@@ -24,12 +24,6 @@ use crate::sync::device::Device;
 use crate::sync::fence::Cover;
 use crate::sync::ticket::Ticket;
 use crate::units::{Generation, PageIndex};
-
-/// One range of a request.
-pub(super) struct Item<'a> {
-    pub(super) bar: &'a Arc<Bar>,
-    pub(super) pages: Range<u32>,
-}
 
 /// A page to be given a frame.
 pub(super) struct Claim {
@@ -140,7 +134,7 @@ pub(super) struct Standing {
 pub(super) fn plan(
     state: &mut State,
     device: &Device,
-    items: &[Item<'_>],
+    items: &[Request<'_>],
     usable: Usable,
     standing: Standing,
 ) -> Result<Planned> {
@@ -198,7 +192,7 @@ enum Walk<'a> {
 }
 
 /// Protects what is resident and lists what is absent, each page once.
-fn protect_resident<'a>(items: &[Item<'a>]) -> Result<Walk<'a>> {
+fn protect_resident<'a>(items: &[Request<'a>]) -> Result<Walk<'a>> {
     let mut protected = Vec::new();
     let mut wanted: Vec<PageOf<'a>> = Vec::new();
     // Pages repeat only when ranges of one request share a page.
@@ -259,7 +253,7 @@ fn below_watermark(
 fn take_frames(
     state: &mut State,
     device: &Device,
-    items: &[Item<'_>],
+    items: &[Request<'_>],
     (wanted, protected): (&[PageOf<'_>], &[Protected]),
     (usable, reclaim): (Usable, Reclaiming),
 ) -> std::result::Result<Vec<Claim>, Stop> {
@@ -437,7 +431,7 @@ struct Search<'a> {
 
 impl Search<'_> {
     /// Takes victims in order of rank; pages of the requester itself last.
-    fn victims(&mut self, state: &mut State, items: &[Item<'_>]) -> OwnVictims {
+    fn victims(&mut self, state: &mut State, items: &[Request<'_>]) -> OwnVictims {
         let lowest = items.iter().min_by_key(|item| state.bar(item.bar.id).rank);
         let own = lowest.expect("a request has a range").bar;
         let limit: Rank = state.bar(own.id).rank;
@@ -475,14 +469,10 @@ impl Search<'_> {
     }
 
     fn take_from(&mut self, bar: &Arc<Bar>, candidates: impl Iterator<Item = u32>) {
-        for page in candidates {
-            if self.takes.len() == self.needed {
-                return;
-            }
-            let page = PageIndex(page);
-            let taken = start_evicting(self.device, bar, page, self.usable, &mut self.blocked);
-            self.takes.extend(taken.map(|(victim, users)| (Take::Victim(victim), users)));
-        }
+        let missing = self.needed - self.takes.len();
+        let taken =
+            take_pages(self.device, bar, candidates, missing, self.usable, &mut self.blocked);
+        self.takes.extend(taken.into_iter().map(|(victim, users)| (Take::Victim(victim), users)));
     }
 }
 
@@ -499,8 +489,22 @@ fn top_up_streaming(state: &mut State, bar: u32, wanted: usize) {
     entry.streaming.extend(tail);
 }
 
+/// Starts to evict up to `count` of the candidates, in their order; looks at no more of them than
+/// it must.
+pub(super) fn take_pages(
+    device: &Device,
+    bar: &Arc<Bar>,
+    candidates: impl Iterator<Item = u32>,
+    count: usize,
+    usable: Usable,
+    blocked: &mut Blocked,
+) -> Vec<(Victim, Vec<Ticket>)> {
+    let evict = |page| start_evicting(device, bar, PageIndex(page), usable, blocked);
+    if count == 0 { Vec::new() } else { candidates.filter_map(evict).take(count).collect() }
+}
+
 /// Starts to evict one page if nothing forbids it. The page stays in the sets until the plan holds.
-pub(super) fn start_evicting(
+fn start_evicting(
     device: &Device,
     bar: &Arc<Bar>,
     page: PageIndex,

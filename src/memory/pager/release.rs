@@ -6,8 +6,8 @@
 use std::sync::Arc;
 
 use super::Pager;
-use super::plan::{Blocked, Usable, Victim, start_evicting};
-use super::state::{Lingering, LingeringFrame, State};
+use super::plan::{Blocked, Usable, Victim, take_pages};
+use super::state::{Destination, Lingering, LingeringFrame, State};
 use crate::counters;
 use crate::error::{ErrorCode, Result};
 use crate::memory::frames::FrameIndex;
@@ -16,7 +16,6 @@ use crate::memory::vbar::Bar;
 use crate::outcome::WaitKind;
 use crate::sync::fence::Cover;
 use crate::sync::ticket::Ticket;
-use crate::units::PageIndex;
 
 /// Why memory that was asked back did not come.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -90,8 +89,7 @@ impl Pager {
         let own = bar.table.page(page).frame();
         let frame = match frame {
             LingeringFrame::Moved => None,
-            LingeringFrame::Free(frame) => Some((frame, Destination::FreeList)),
-            LingeringFrame::Release(frame) => Some((frame, Destination::Driver)),
+            LingeringFrame::To(frame, destination) => Some((frame, destination)),
         };
         self.part(&Victim { bar, page, frame: own }, frame);
     }
@@ -152,7 +150,7 @@ impl Pager {
         for handle in free {
             self.release_handle(handle);
         }
-        self.release_or_linger(pages);
+        self.part_or_linger(pages, Destination::Driver);
         self.changed.notify_all();
         // A released frame's memory lives on behind an old mapping that nobody needs any more.
         self.reap()?;
@@ -184,17 +182,16 @@ impl Pager {
         count: u32,
         blocked: &mut Blocked,
     ) -> Vec<(Victim, Vec<Ticket>)> {
-        let mut taken = Vec::new();
+        let mut taken: Vec<(Victim, Vec<Ticket>)> = Vec::new();
         for rank in &state.order {
-            let entry = state.bar(rank.bar);
-            for page in entry.resident.range(entry.floor..).rev() {
-                if taken.len() == count as usize {
-                    break;
-                }
-                let page = PageIndex(*page);
-                let usable = Usable::Recorded;
-                taken.extend(start_evicting(&self.device, &entry.bar, page, usable, blocked));
+            let missing = count as usize - taken.len();
+            if missing == 0 {
+                break;
             }
+            let entry = state.bar(rank.bar);
+            let pages = entry.resident.range(entry.floor..).rev().copied();
+            let usable = Usable::Recorded;
+            taken.extend(take_pages(&self.device, &entry.bar, pages, missing, usable, blocked));
         }
         self.note_taken(state, &taken);
         taken
@@ -209,16 +206,22 @@ impl Pager {
         counters::add(&self.device.counters.pages_evicted, taken.len() as u64);
     }
 
-    fn release_or_linger(&self, pages: Vec<(Victim, Vec<Ticket>)>) -> u32 {
+    /// Parts with evicting pages, those in use when their users have passed. Returns how many
+    /// frames went to the driver at once.
+    pub(super) fn part_or_linger(
+        &self,
+        pages: Vec<(Victim, Vec<Ticket>)>,
+        destination: Destination,
+    ) -> u32 {
         let mut released = 0;
         for (victim, users) in pages {
-            let frame = victim.frame;
             if users.is_empty() {
-                released += u32::from(self.part(&victim, Some((frame, Destination::Driver))));
+                let frame = Some((victim.frame, destination));
+                released += u32::from(self.part(&victim, frame));
                 continue;
             }
-            let Victim { bar, page, .. } = victim;
-            let frame = LingeringFrame::Release(frame);
+            let Victim { bar, page, frame } = victim;
+            let frame = LingeringFrame::To(frame, destination);
             self.state.lock().lingering.push(Lingering { bar, page, users, frame });
         }
         released
@@ -309,9 +312,9 @@ impl Pager {
             // A frame that came here by aliasing may have its old mapping still, and its memory is
             // the driver's only when that is gone too.
             let reaped = self.reap();
-            released += self.release_or_linger(ready);
+            released += self.part_or_linger(ready, Destination::Driver);
             if !late.is_empty() {
-                self.release_or_linger(late);
+                self.part_or_linger(late, Destination::Driver);
                 break Some(Shortfall::TimedOut);
             }
             reaped?;
@@ -329,14 +332,9 @@ impl Pager {
         let mut blocked = Blocked::default();
         let mut state = self.state.lock();
         let entry = state.bar(bar.id);
-        let mut taken = Vec::new();
-        for page in entry.resident.range(first.max(entry.floor)..).rev() {
-            if taken.len() == count as usize {
-                break;
-            }
-            let usable = Usable::Recorded;
-            taken.extend(start_evicting(&self.device, bar, PageIndex(*page), usable, &mut blocked));
-        }
+        let pages = entry.resident.range(first.max(entry.floor)..).rev().copied();
+        let (count, usable) = (count as usize, Usable::Recorded);
+        let taken = take_pages(&self.device, bar, pages, count, usable, &mut blocked);
         self.note_taken(&mut state, &taken);
         (taken, blocked)
     }
@@ -364,7 +362,7 @@ impl Pager {
                 // The pages are on their way out all the same; they go when their users have
                 // passed.
                 ready.extend(late);
-                self.release_or_linger(ready);
+                self.part_or_linger(ready, Destination::Driver);
                 Err(error)
             }
             _ => Ok((ready, late)),
@@ -426,13 +424,6 @@ pub(super) enum Excess {
     InUse,
     /// Pages whose uses no fence covers.
     Unknown,
-}
-
-/// Where a frame goes when its page lost it.
-#[derive(Clone, Copy, PartialEq, Eq)]
-pub(super) enum Destination {
-    FreeList,
-    Driver,
 }
 
 fn take_passed_free(

@@ -49,10 +49,15 @@ pub(super) struct Lingering {
 pub(super) enum LingeringFrame {
     /// It is behind another page already.
     Moved,
-    /// It goes to the free list.
-    Free(FrameIndex),
-    /// It goes back to the driver.
-    Release(FrameIndex),
+    /// It goes there.
+    To(FrameIndex, Destination),
+}
+
+/// Where a frame goes when its page lost it.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Destination {
+    FreeList,
+    Driver,
 }
 
 /// See the module's text.
