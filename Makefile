@@ -12,7 +12,7 @@ help:
 	@echo "make clippy  lints, warnings denied"
 	@echo "make doc     documentation, warnings denied"
 	@echo "make bench   benchmarks, on a GPU where there is one"
-	@echo "make header  write include/vbar.h anew"
+	@echo "make header  write the C headers anew"
 	@echo "make device  the suite on a real GPU; fails where there is none"
 	@echo "make device-bundle  packs that suite for machines without Rust"
 
@@ -49,8 +49,7 @@ bench: tools
 	cargo bench
 
 header: tools
-	cargo run --quiet --example header > include/vbar.h.new
-	mv include/vbar.h.new include/vbar.h
+	cargo run --quiet --example header
 
 # Needs a GPU and fails without one.
 device: device-bundle

@@ -10,13 +10,22 @@
 #define VBAR_H
 
 #include <stdint.h>
-#include <stdbool.h>
 #include <stddef.h>
+
+/*
+ No stream: a promise that the work that the call speaks of has finished.
+ */
+#define VBAR_STREAM_NONE SIZE_MAX
 
 /*
  Raised with every change that an older caller would not survive.
  */
 #define VBAR_ABI_VERSION 1
+
+/*
+ A headroom of nothing; 0 is the default of 256 MiB.
+ */
+#define VBAR_HEADROOM_NONE UINT64_MAX
 
 /*
  What a call came to. Numbers are never reused; a caller treats one that it does not know as an
@@ -128,6 +137,1075 @@ typedef int32_t VbarStatus;
 #endif // __STDC_VERSION__ >= 202311L
 #endif // __cplusplus
 
+/*
+ What determines the budget now.
+ */
+enum VbarBudgetSource
+#if defined(__cplusplus) || __STDC_VERSION__ >= 202311L
+  : uint32_t
+#endif // defined(__cplusplus) || __STDC_VERSION__ >= 202311L
+ {
+  /*
+   The explicit limit.
+   */
+  VBAR_BUDGET_SOURCE_LIMIT = 1,
+  /*
+   What is free, less the headroom.
+   */
+  VBAR_BUDGET_SOURCE_DRIVER_FREE = 2,
+  /*
+   The driver refused memory that it had called free.
+   */
+  VBAR_BUDGET_SOURCE_DRIVER_REFUSED = 3,
+  /*
+   Another program took memory.
+   */
+  VBAR_BUDGET_SOURCE_SHRUNK = 4,
+};
+#ifndef __cplusplus
+#if __STDC_VERSION__ >= 202311L
+typedef enum VbarBudgetSource VbarBudgetSource;
+#else
+typedef uint32_t VbarBudgetSource;
+#endif // __STDC_VERSION__ >= 202311L
+#endif // __cplusplus
+
+/*
+ Whether a call may wait for the whole context when no fence covers a page that must go.
+ */
+enum VbarContextWaits
+#if defined(__cplusplus) || __STDC_VERSION__ >= 202311L
+  : uint32_t
+#endif // defined(__cplusplus) || __STDC_VERSION__ >= 202311L
+ {
+  /*
+   One wait rather than a refusal.
+   */
+  VBAR_CONTEXT_WAITS_ALLOWED = 0,
+  /*
+   Refuse with `VBAR_REASON_FENCE_UNKNOWN`.
+   */
+  VBAR_CONTEXT_WAITS_NEVER = 1,
+};
+#ifndef __cplusplus
+#if __STDC_VERSION__ >= 202311L
+typedef enum VbarContextWaits VbarContextWaits;
+#else
+typedef uint32_t VbarContextWaits;
+#endif // __STDC_VERSION__ >= 202311L
+#endif // __cplusplus
+
+/*
+ Type of a tensor's elements. A number that a program does not know is a new type.
+ */
+enum VbarDtype
+#if defined(__cplusplus) || __STDC_VERSION__ >= 202311L
+  : uint32_t
+#endif // defined(__cplusplus) || __STDC_VERSION__ >= 202311L
+ {
+  /*
+   A type that this library has no number for.
+   */
+  VBAR_DTYPE_OTHER = 0,
+  /*
+   One byte, 0 or 1.
+   */
+  VBAR_DTYPE_BOOL = 1,
+  /*
+   4-bit float.
+   */
+  VBAR_DTYPE_F4 = 2,
+  /*
+   6-bit float, 2 exponent and 3 mantissa bits.
+   */
+  VBAR_DTYPE_F6_E2M3 = 3,
+  /*
+   6-bit float, 3 exponent and 2 mantissa bits.
+   */
+  VBAR_DTYPE_F6_E3M2 = 4,
+  /*
+   Unsigned byte.
+   */
+  VBAR_DTYPE_U8 = 5,
+  /*
+   Signed byte.
+   */
+  VBAR_DTYPE_I8 = 6,
+  /*
+   8-bit float, 5 exponent and 2 mantissa bits.
+   */
+  VBAR_DTYPE_F8_E5M2 = 7,
+  /*
+   8-bit float, 4 exponent and 3 mantissa bits, finite.
+   */
+  VBAR_DTYPE_F8_E4M3 = 8,
+  /*
+   8-bit exponent.
+   */
+  VBAR_DTYPE_F8_E8M0 = 9,
+  /*
+   `F8_E4M3` without a negative zero.
+   */
+  VBAR_DTYPE_F8_E4M3FNUZ = 10,
+  /*
+   `F8_E5M2` without a negative zero, finite.
+   */
+  VBAR_DTYPE_F8_E5M2FNUZ = 11,
+  /*
+   16 bits, signed.
+   */
+  VBAR_DTYPE_I16 = 12,
+  /*
+   16 bits, unsigned.
+   */
+  VBAR_DTYPE_U16 = 13,
+  /*
+   IEEE half.
+   */
+  VBAR_DTYPE_F16 = 14,
+  /*
+   bfloat16.
+   */
+  VBAR_DTYPE_BF16 = 15,
+  /*
+   32 bits, signed.
+   */
+  VBAR_DTYPE_I32 = 16,
+  /*
+   32 bits, unsigned.
+   */
+  VBAR_DTYPE_U32 = 17,
+  /*
+   IEEE single.
+   */
+  VBAR_DTYPE_F32 = 18,
+  /*
+   Two IEEE singles.
+   */
+  VBAR_DTYPE_C64 = 19,
+  /*
+   IEEE double.
+   */
+  VBAR_DTYPE_F64 = 20,
+  /*
+   64 bits, signed.
+   */
+  VBAR_DTYPE_I64 = 21,
+  /*
+   64 bits, unsigned.
+   */
+  VBAR_DTYPE_U64 = 22,
+};
+#ifndef __cplusplus
+#if __STDC_VERSION__ >= 202311L
+typedef enum VbarDtype VbarDtype;
+#else
+typedef uint32_t VbarDtype;
+#endif // __STDC_VERSION__ >= 202311L
+#endif // __cplusplus
+
+/*
+ How a frame in use gets to its next page.
+ */
+enum VbarEviction
+#if defined(__cplusplus) || __STDC_VERSION__ >= 202311L
+  : uint32_t
+#endif // defined(__cplusplus) || __STDC_VERSION__ >= 202311L
+ {
+  /*
+   Mapped at its next address at once, behind fences: nobody waits.
+   */
+  VBAR_EVICTION_ALIASING = 0,
+  /*
+   Unmapped first, after its fences: for debugging, a use after the unpin faults.
+   */
+  VBAR_EVICTION_STRICT = 1,
+};
+#ifndef __cplusplus
+#if __STDC_VERSION__ >= 202311L
+typedef enum VbarEviction VbarEviction;
+#else
+typedef uint32_t VbarEviction;
+#endif // __STDC_VERSION__ >= 202311L
+#endif // __cplusplus
+
+/*
+ What an end of run does with pins that are still held.
+ */
+enum VbarHeldPins
+#if defined(__cplusplus) || __STDC_VERSION__ >= 202311L
+  : uint32_t
+#endif // defined(__cplusplus) || __STDC_VERSION__ >= 202311L
+ {
+  /*
+   They stay.
+   */
+  VBAR_HELD_PINS_KEEP = 0,
+  /*
+   They are taken back: their tokens are stale.
+   */
+  VBAR_HELD_PINS_RELEASE = 1,
+};
+#ifndef __cplusplus
+#if __STDC_VERSION__ >= 202311L
+typedef enum VbarHeldPins VbarHeldPins;
+#else
+typedef uint32_t VbarHeldPins;
+#endif // __STDC_VERSION__ >= 202311L
+#endif // __cplusplus
+
+/*
+ How serious a message is.
+ */
+enum VbarLogLevel
+#if defined(__cplusplus) || __STDC_VERSION__ >= 202311L
+  : uint32_t
+#endif // defined(__cplusplus) || __STDC_VERSION__ >= 202311L
+ {
+  /*
+   No messages.
+   */
+  VBAR_LOG_LEVEL_OFF = 0,
+  /*
+   Something failed.
+   */
+  VBAR_LOG_LEVEL_ERROR = 1,
+  /*
+   Something is not as it should be.
+   */
+  VBAR_LOG_LEVEL_WARN = 2,
+  /*
+   What was opened, and how.
+   */
+  VBAR_LOG_LEVEL_INFO = 3,
+  /*
+   For debugging.
+   */
+  VBAR_LOG_LEVEL_DEBUG = 4,
+  /*
+   For debugging, a lot.
+   */
+  VBAR_LOG_LEVEL_TRACE = 5,
+};
+#ifndef __cplusplus
+#if __STDC_VERSION__ >= 202311L
+typedef enum VbarLogLevel VbarLogLevel;
+#else
+typedef uint32_t VbarLogLevel;
+#endif // __STDC_VERSION__ >= 202311L
+#endif // __cplusplus
+
+/*
+ What a fault came to; none of them is an error.
+ */
+enum VbarOutcome
+#if defined(__cplusplus) || __STDC_VERSION__ >= 202311L
+  : uint32_t
+#endif // defined(__cplusplus) || __STDC_VERSION__ >= 202311L
+ {
+  /*
+   The bytes are there, pinned, and valid for the stream given.
+   */
+  VBAR_OUTCOME_RESIDENT = 1,
+  /*
+   Mapped and pinned, the bytes undefined: write them, then `vbar_token_commit`.
+   */
+  VBAR_OUTCOME_REFILL = 2,
+  /*
+   Not resident, by decision: use the host's copy. Nothing is pinned.
+   */
+  VBAR_OUTCOME_OFFLOADED = 3,
+  /*
+   Another caller is filling the allocation. Nothing is pinned.
+   */
+  VBAR_OUTCOME_BUSY = 4,
+};
+#ifndef __cplusplus
+#if __STDC_VERSION__ >= 202311L
+typedef enum VbarOutcome VbarOutcome;
+#else
+typedef uint32_t VbarOutcome;
+#endif // __STDC_VERSION__ >= 202311L
+#endif // __cplusplus
+
+/*
+ What a page is to the library.
+ */
+enum VbarPageState
+#if defined(__cplusplus) || __STDC_VERSION__ >= 202311L
+  : uint32_t
+#endif // defined(__cplusplus) || __STDC_VERSION__ >= 202311L
+ {
+  /*
+   No frame.
+   */
+  VBAR_PAGE_STATE_ABSENT = 0,
+  /*
+   Getting its frame.
+   */
+  VBAR_PAGE_STATE_CLAIMED = 1,
+  /*
+   It has a frame; its bytes, or the frame's former users, are on their way.
+   */
+  VBAR_PAGE_STATE_ISSUED = 2,
+  /*
+   It has a frame, and everything before it is done.
+   */
+  VBAR_PAGE_STATE_RESIDENT = 3,
+  /*
+   Backed by host memory that the device reads over the link.
+   */
+  VBAR_PAGE_STATE_HOST_MAPPED = 4,
+  /*
+   On its way out.
+   */
+  VBAR_PAGE_STATE_EVICTING = 5,
+  /*
+   Lost to a failed undo; never used again.
+   */
+  VBAR_PAGE_STATE_QUARANTINED = 6,
+};
+#ifndef __cplusplus
+#if __STDC_VERSION__ >= 202311L
+typedef enum VbarPageState VbarPageState;
+#else
+typedef uint32_t VbarPageState;
+#endif // __STDC_VERSION__ >= 202311L
+#endif // __cplusplus
+
+/*
+ What is behind an evicted page.
+ */
+enum VbarPoison
+#if defined(__cplusplus) || __STDC_VERSION__ >= 202311L
+  : uint32_t
+#endif // defined(__cplusplus) || __STDC_VERSION__ >= 202311L
+ {
+  /*
+   Nothing: a use faults, and costs the context.
+   */
+  VBAR_POISON_OFF = 0,
+  /*
+   A frame of a pattern that no weight has: for debugging.
+   */
+  VBAR_POISON_ON = 1,
+};
+#ifndef __cplusplus
+#if __STDC_VERSION__ >= 202311L
+typedef enum VbarPoison VbarPoison;
+#else
+typedef uint32_t VbarPoison;
+#endif // __STDC_VERSION__ >= 202311L
+#endif // __cplusplus
+
+/*
+ Why a range is offloaded. A number that a program does not know is a new reason.
+ */
+enum VbarReason
+#if defined(__cplusplus) || __STDC_VERSION__ >= 202311L
+  : uint32_t
+#endif // defined(__cplusplus) || __STDC_VERSION__ >= 202311L
+ {
+  /*
+   It is not offloaded.
+   */
+  VBAR_REASON_NONE = 0,
+  /*
+   It needs more frames than the budget has in all.
+   */
+  VBAR_REASON_TOO_LARGE = 1,
+  /*
+   The budget is used by pages of higher priority.
+   */
+  VBAR_REASON_BUDGET = 2,
+  /*
+   Every page that could be evicted is pinned.
+   */
+  VBAR_REASON_ALL_PINNED = 3,
+  /*
+   A page at or above its VBAR's watermark.
+   */
+  VBAR_REASON_ABOVE_WATERMARK = 4,
+  /*
+   The driver had no memory although the budget allowed it.
+   */
+  VBAR_REASON_DRIVER_MEMORY = 5,
+  /*
+   No more mappings.
+   */
+  VBAR_REASON_MAPPINGS = 6,
+  /*
+   No addresses, or no virtual memory management.
+   */
+  VBAR_REASON_NO_ADDRESSES = 7,
+  /*
+   The stream is being captured and the range is not resident.
+   */
+  VBAR_REASON_CAPTURE = 8,
+  /*
+   The pages that could be evicted were used by a stream that no fence covers.
+   */
+  VBAR_REASON_FENCE_UNKNOWN = 9,
+  /*
+   The pages that could be evicted are still in use, and no stream was given.
+   */
+  VBAR_REASON_FENCE_PENDING = 10,
+  /*
+   A page of the range is lost to a failed undo.
+   */
+  VBAR_REASON_QUARANTINED = 11,
+};
+#ifndef __cplusplus
+#if __STDC_VERSION__ >= 202311L
+typedef enum VbarReason VbarReason;
+#else
+typedef uint32_t VbarReason;
+#endif // __STDC_VERSION__ >= 202311L
+#endif // __cplusplus
+
+/*
+ Why memory that was asked back did not come.
+ */
+enum VbarShortfall
+#if defined(__cplusplus) || __STDC_VERSION__ >= 202311L
+  : uint32_t
+#endif // defined(__cplusplus) || __STDC_VERSION__ >= 202311L
+ {
+  /*
+   All of it came.
+   */
+  VBAR_SHORTFALL_NONE = 0,
+  /*
+   No page has a frame.
+   */
+  VBAR_SHORTFALL_NOTHING_RESIDENT = 1,
+  /*
+   What is left lies below the floor.
+   */
+  VBAR_SHORTFALL_AT_FLOOR = 2,
+  /*
+   What is left is pinned.
+   */
+  VBAR_SHORTFALL_ALL_PINNED = 3,
+  /*
+   What is left was used by streams that no fence covers, and waits for the context are off.
+   */
+  VBAR_SHORTFALL_FENCE_UNKNOWN = 4,
+  /*
+   What is left was still in use when the time was over.
+   */
+  VBAR_SHORTFALL_TIMED_OUT = 5,
+};
+#ifndef __cplusplus
+#if __STDC_VERSION__ >= 202311L
+typedef enum VbarShortfall VbarShortfall;
+#else
+typedef uint32_t VbarShortfall;
+#endif // __STDC_VERSION__ >= 202311L
+#endif // __cplusplus
+
+/*
+ Whether the library may have a thread of its own.
+ */
+enum VbarThreads
+#if defined(__cplusplus) || __STDC_VERSION__ >= 202311L
+  : uint32_t
+#endif // defined(__cplusplus) || __STDC_VERSION__ >= 202311L
+ {
+  /*
+   None: pressure of other programs is noticed at the next fault.
+   */
+  VBAR_THREADS_OFF = 0,
+  /*
+   One that notices it at once.
+   */
+  VBAR_THREADS_ON = 1,
+};
+#ifndef __cplusplus
+#if __STDC_VERSION__ >= 202311L
+typedef enum VbarThreads VbarThreads;
+#else
+typedef uint32_t VbarThreads;
+#endif // __STDC_VERSION__ >= 202311L
+#endif // __cplusplus
+
+/*
+ What the CPU waited for: an index of `VbarStatistics::waits`.
+ */
+enum VbarWaitKind
+#if defined(__cplusplus) || __STDC_VERSION__ >= 202311L
+  : uint32_t
+#endif // defined(__cplusplus) || __STDC_VERSION__ >= 202311L
+ {
+  /*
+   Another thread's driver calls on the same page.
+   */
+  VBAR_WAIT_KIND_CLAIM = 0,
+  /*
+   A page-locked slot whose last copy is not done.
+   */
+  VBAR_WAIT_KIND_STAGING = 1,
+  /*
+   A victim's fences, where aliasing is off.
+   */
+  VBAR_WAIT_KIND_FRAME = 2,
+  /*
+   The page's own old mapping.
+   */
+  VBAR_WAIT_KIND_OLD_MAPPING = 3,
+  /*
+   A fence, for a caller that gave no stream.
+   */
+  VBAR_WAIT_KIND_READY = 4,
+  /*
+   Fences of pages that are to be given back.
+   */
+  VBAR_WAIT_KIND_RELEASE = 5,
+  /*
+   The whole context.
+   */
+  VBAR_WAIT_KIND_CONTEXT = 6,
+};
+#ifndef __cplusplus
+#if __STDC_VERSION__ >= 202311L
+typedef enum VbarWaitKind VbarWaitKind;
+#else
+typedef uint32_t VbarWaitKind;
+#endif // __STDC_VERSION__ >= 202311L
+#endif // __cplusplus
+
+/*
+ Takes one message: its level (a `VbarLogLevel`), a C string that lives during the call, and the
+ pointer given with the callback. Called by whichever thread is about to leave a call of the
+ library, one at a time, with no lock held. It must not throw or jump out.
+ */
+typedef void (*VbarLogCallback)(uint32_t level, const char *message, void *user);
+
+/*
+ How to open a device. Zeros are the defaults: set `size` to its sizeof, then what differs.
+ */
+typedef struct VbarDeviceOptions {
+  /*
+   `sizeof(VbarDeviceOptions)`.
+   */
+  size_t size;
+  /*
+   The driver: "cuda", "cuda:1", "sim", "sim:capacity=8G,seed=7", or "auto", which is a CUDA
+   device where there is one, else a simulated one. NULL is what the environment variable
+   `VBAR_DRIVER` says, else "cuda".
+   */
+  const char *driver;
+  /*
+   The device's ordinal in that driver; "cuda:1" has its own.
+   */
+  uint32_t ordinal;
+  /*
+   A `VbarThreads`.
+   */
+  uint32_t threads;
+  /*
+   Most device memory for frames, in bytes; 0: what is free, less the headroom, followed as it
+   changes. On a device that is open: applied as a change unless 0.
+   */
+  uint64_t budget_bytes;
+  /*
+   Device memory left free for others, in bytes; 0: 256 MiB. As `budget_bytes` otherwise.
+   */
+  uint64_t headroom_bytes;
+  /*
+   Size of pages and frames, a power of two and a multiple of the granularity; 0: 16 MiB.
+   */
+  uint64_t page_bytes;
+  /*
+   The `CUcontext` to work in; NULL: the device's primary context.
+   */
+  void *context;
+  /*
+   A `VbarEviction`.
+   */
+  uint32_t eviction;
+  /*
+   A `VbarContextWaits`.
+   */
+  uint32_t context_waits;
+  /*
+   Longest time that one call waits for anything, in milliseconds, then
+   `VBAR_STATUS_TIMED_OUT`; 0: 30,000.
+   */
+  uint64_t wait_timeout_ms;
+  /*
+   Page-locked slots between file and device; 0: 4.
+   */
+  uint32_t staging_slot_count;
+  /*
+   A `VbarPoison`.
+   */
+  uint32_t poison;
+} VbarDeviceOptions;
+
+/*
+ An open device. Each opening has an id of its own, 0 is none; ids are never used again.
+ */
+typedef struct VbarDevice {
+  /*
+   The id.
+   */
+  uint64_t id;
+} VbarDevice;
+
+/*
+ What a device is.
+ */
+typedef struct VbarDeviceInfo {
+  /*
+   `sizeof(VbarDeviceInfo)`, set by the caller.
+   */
+  size_t size;
+  /*
+   Ordinal in its driver.
+   */
+  uint32_t ordinal;
+  /*
+   1 for a simulated device, else 0.
+   */
+  uint32_t simulated;
+  /*
+   The `CUcontext` that the library works in; make it current for driver calls of your own.
+   */
+  void *context;
+  /*
+   Size of pages and frames, in bytes.
+   */
+  uint64_t page_bytes;
+  /*
+   The whole device, in bytes.
+   */
+  uint64_t total_bytes;
+  /*
+   The device's name, cut off at 255 bytes.
+   */
+  char name[256];
+  /*
+   The driver and why it was chosen, cut off at 255 bytes.
+   */
+  char driver[256];
+} VbarDeviceInfo;
+
+/*
+ What giving memory back came to.
+ */
+typedef struct VbarFreed {
+  /*
+   Bytes given back to the driver, whole pages.
+   */
+  uint64_t bytes;
+  /*
+   A `VbarShortfall`: why it was less than was asked.
+   */
+  uint32_t shortfall;
+  /*
+   Pages that are pinned, for `VBAR_SHORTFALL_ALL_PINNED`.
+   */
+  uint32_t pinned_count;
+} VbarFreed;
+
+/*
+ A stream: a `CUstream` (or `cudaStream_t`) as a number, `(VbarStream)(uintptr_t)stream`. 0 is
+ the default stream of the legacy kind, 1 and 2 are `CU_STREAM_LEGACY` and
+ `CU_STREAM_PER_THREAD`, `VBAR_STREAM_NONE` is none. It must be valid during the call only.
+ */
+typedef size_t VbarStream;
+
+/*
+ A VBAR. 0 is none; ids are never used again.
+ */
+typedef struct VbarBar {
+  /*
+   The id.
+   */
+  uint64_t id;
+} VbarBar;
+
+/*
+ What a VBAR is, and its marks now.
+ */
+typedef struct VbarBarInfo {
+  /*
+   `sizeof(VbarBarInfo)`, set by the caller.
+   */
+  size_t size;
+  /*
+   Its first device address, a multiple of the page size; it never changes.
+   */
+  uint64_t address;
+  /*
+   Its length in bytes, whole pages.
+   */
+  uint64_t bytes;
+  /*
+   Size of a page in bytes.
+   */
+  uint64_t page_bytes;
+  /*
+   Pages.
+   */
+  uint32_t page_count;
+  /*
+   Pages that have a frame.
+   */
+  uint32_t resident_count;
+  /*
+   Pages at or above are not faulted in; pages of bound VBARs all are.
+   */
+  uint32_t watermark;
+  /*
+   Pages below are not evicted.
+   */
+  uint32_t floor;
+  /*
+   A larger class is kept longer.
+   */
+  int32_t class_;
+  /*
+   0 where the device has no addresses for it, so that every fault is offloaded; else 1.
+   */
+  uint32_t has_addresses;
+} VbarBarInfo;
+
+/*
+ A file that VBARs are filled from.
+ */
+typedef struct VbarBindSource {
+  /*
+   Its path; NULL where `descriptor` says which file.
+   */
+  const char *path;
+  /*
+   An open descriptor, of which the library keeps a duplicate; used where `path` is NULL.
+   */
+  int32_t descriptor;
+  /*
+   0.
+   */
+  uint32_t reserved;
+} VbarBindSource;
+
+/*
+ Which bytes of which file belong where in a VBAR.
+ */
+typedef struct VbarBindSegment {
+  /*
+   First byte in the VBAR.
+   */
+  uint64_t bar_offset;
+  /*
+   First byte in the file.
+   */
+  uint64_t source_offset;
+  /*
+   Length in bytes.
+   */
+  uint64_t bytes;
+  /*
+   Index of the file among the sources.
+   */
+  uint32_t source;
+  /*
+   0: stored as it is in memory. Others may come.
+   */
+  uint32_t encoding;
+} VbarBindSegment;
+
+/*
+ One page of a residency map.
+ */
+typedef struct VbarPage {
+  /*
+   Changes when the page lost its bytes, and never repeats in a process.
+   */
+  uint64_t generation;
+  /*
+   A `VbarPageState`.
+   */
+  uint32_t state;
+  /*
+   Pins.
+   */
+  uint32_t pin_count;
+} VbarPage;
+
+/*
+ Pins of one fault, given back once. 0 is none; ids are never used again.
+ */
+typedef struct VbarToken {
+  /*
+   The id.
+   */
+  uint64_t id;
+} VbarToken;
+
+/*
+ What a fault came to. `address`, `bytes`, `signature` and `token` are 0 unless it is resident or
+ to be refilled.
+ */
+typedef struct VbarFault {
+  /*
+   Device address of the first byte.
+   */
+  uint64_t address;
+  /*
+   Length in bytes.
+   */
+  uint64_t bytes;
+  /*
+   Equal to an earlier signature of the same range exactly when no page of it lost its bytes
+   since. Never repeats in a process.
+   */
+  uint64_t signature;
+  /*
+   The pins; give them back with `vbar_token_unpin`.
+   */
+  struct VbarToken token;
+  /*
+   A `VbarOutcome`.
+   */
+  uint32_t outcome;
+  /*
+   A `VbarReason`.
+   */
+  uint32_t reason;
+} VbarFault;
+
+/*
+ Bytes of a VBAR.
+ */
+typedef struct VbarRange {
+  /*
+   The VBAR.
+   */
+  struct VbarBar bar;
+  /*
+   Its first byte.
+   */
+  uint64_t offset;
+  /*
+   Its length.
+   */
+  uint64_t bytes;
+} VbarRange;
+
+/*
+ A piece of a VBAR whose bytes the program writes itself. 0 is none.
+ */
+typedef struct VbarAllocation {
+  /*
+   The id.
+   */
+  uint64_t id;
+} VbarAllocation;
+
+/*
+ A safetensors model, bound to a VBAR of its own. 0 is none; ids are never used again.
+ */
+typedef struct VbarModel {
+  /*
+   The id.
+   */
+  uint64_t id;
+} VbarModel;
+
+/*
+ What a model is.
+ */
+typedef struct VbarModelInfo {
+  /*
+   `sizeof(VbarModelInfo)`, set by the caller.
+   */
+  size_t size;
+  /*
+   Its VBAR, for ranks, marks and memory given back. It ends with the model.
+   */
+  struct VbarBar bar;
+  /*
+   Tensors.
+   */
+  uint64_t tensor_count;
+  /*
+   Bytes of all tensors together.
+   */
+  uint64_t total_bytes;
+  /*
+   Files.
+   */
+  uint32_t file_count;
+  /*
+   0.
+   */
+  uint32_t reserved;
+} VbarModelInfo;
+
+/*
+ A tensor. Its strings and its shape live until the model is closed.
+ */
+typedef struct VbarTensor {
+  /*
+   `sizeof(VbarTensor)`, set by the caller.
+   */
+  size_t size;
+  /*
+   Its name, UTF-8.
+   */
+  const char *name;
+  /*
+   Length of the name without its closing zero; a name may have zeros of its own.
+   */
+  size_t name_bytes;
+  /*
+   Elements in each dimension, the slowest first; NULL for a scalar.
+   */
+  const uint64_t *shape;
+  /*
+   Dimensions.
+   */
+  uint32_t rank;
+  /*
+   A `VbarDtype`.
+   */
+  uint32_t dtype;
+  /*
+   Length in bytes.
+   */
+  uint64_t bytes;
+  /*
+   Its device address, 512-byte aligned; it never changes.
+   */
+  uint64_t address;
+  /*
+   Its first byte in the model's VBAR.
+   */
+  uint64_t bar_offset;
+  /*
+   Its first byte in its file.
+   */
+  uint64_t file_offset;
+  /*
+   Index of its file.
+   */
+  uint32_t file;
+  /*
+   0.
+   */
+  uint32_t reserved;
+} VbarTensor;
+
+/*
+ Waits of one kind.
+ */
+typedef struct VbarWaitCount {
+  /*
+   How often.
+   */
+  uint64_t count;
+  /*
+   Their time together, in nanoseconds.
+   */
+  uint64_t nanos;
+} VbarWaitCount;
+
+/*
+ Numbers of a device. Those of memory were taken together; counts only ever grow.
+ */
+typedef struct VbarStatistics {
+  /*
+   `sizeof(VbarStatistics)`, set by the caller.
+   */
+  size_t size;
+  /*
+   Bytes of all frames held.
+   */
+  uint64_t used_bytes;
+  /*
+   The most that `used_bytes` was.
+   */
+  uint64_t peak_bytes;
+  /*
+   Bytes of frames that no page has.
+   */
+  uint64_t free_bytes;
+  /*
+   Bytes of frames lost to a failed undo, counted in `used_bytes`.
+   */
+  uint64_t quarantined_bytes;
+  /*
+   What may be held.
+   */
+  uint64_t budget_bytes;
+  /*
+   A `VbarBudgetSource`.
+   */
+  uint32_t budget_source;
+  /*
+   VBARs open.
+   */
+  uint32_t bar_count;
+  /*
+   VBARs closed that still have pages.
+   */
+  uint32_t closing_bar_count;
+  /*
+   Mappings that outlast their pages.
+   */
+  uint32_t lingering_count;
+  /*
+   Pages that have a frame.
+   */
+  uint64_t resident_page_count;
+  /*
+   Pages whose addresses are lost.
+   */
+  uint64_t quarantined_page_count;
+  /*
+   Page-locked host bytes held.
+   */
+  uint64_t locked_bytes;
+  /*
+   Faults that found every page resident.
+   */
+  uint64_t hit_count;
+  /*
+   Faults that had to map or fill a page.
+   */
+  uint64_t miss_count;
+  /*
+   Pages that got a frame.
+   */
+  uint64_t mapped_page_count;
+  /*
+   Pages that lost their frame.
+   */
+  uint64_t evicted_page_count;
+  /*
+   Of those, pages whose frame was at its next page before its users had passed.
+   */
+  uint64_t aliased_page_count;
+  /*
+   Bytes copied to the device by fills.
+   */
+  uint64_t filled_bytes;
+  /*
+   Driver calls tried again after a transient code.
+   */
+  uint64_t driver_retry_count;
+  /*
+   Refusals by `VbarReason`.
+   */
+  uint64_t refusal_count[32];
+  /*
+   Waits of the CPU by `VbarWaitKind`.
+   */
+  struct VbarWaitCount waits[16];
+} VbarStatistics;
+
 #ifdef __cplusplus
 extern "C" {
 #endif // __cplusplus
@@ -149,6 +1227,358 @@ const char *vbar_version(void);
  none. Thread-safe; may be called at any time.
  */
 const char *vbar_status_text(int32_t status);
+
+/*
+ What the last call on this thread that did not return `VBAR_STATUS_OK` said: a sentence with the
+ numbers, and the driver's code by name where there is one; empty before the first. The string
+ lives until the next call on this thread that fails. Thread-safe: each thread has its own.
+ */
+const char *vbar_last_message(void);
+
+/*
+ Has messages of `level` (a `VbarLogLevel`) and more serious ones kept for a callback or
+ `vbar_log_poll`; 0 ends that. The default is 0. Thread-safe.
+ */
+VbarStatus vbar_log_set_level(uint32_t level);
+
+/*
+ Sets who takes messages; NULL: nobody, they wait for `vbar_log_poll`. When this returns, the
+ callback before is not running on another thread and will not be called again. Thread-safe.
+ Any thread may call `callback` with `user` until another one is set.
+ */
+VbarStatus vbar_log_set_callback(VbarLogCallback callback, void *user);
+
+/*
+ Takes the oldest message: its level, 0 when there is none, and its length in bytes without the
+ closing zero; it is cut off at `capacity` bytes, the closing zero included. Thread-safe.
+ `message` has room for `capacity` bytes; the other outputs are NULL or can be written to.
+ */
+VbarStatus vbar_log_poll(char *message, size_t capacity, uint32_t *level, size_t *message_bytes);
+
+/*
+ Opens a device; `options` may be NULL. Opening it again gives another id of the same runtime:
+ driver, context and page size must match, budget, headroom, wait time-out and threads given
+ again are applied as changes. Each id is closed by itself. Thread-safe.
+ `options` is NULL or points to as many bytes as its size field says; `device` is NULL or can be
+ written to.
+ */
+VbarStatus vbar_device_open(const struct VbarDeviceOptions *options, struct VbarDevice *device);
+
+/*
+ Closes a device id. What was made with it lives on; the runtime goes with its last id, VBAR and
+ model. Thread-safe; calls under way on other threads finish.
+ */
+VbarStatus vbar_device_close(struct VbarDevice device);
+
+/*
+ Tells what a device is. Thread-safe.
+ `info` is NULL or points to as many bytes as its size field says.
+ */
+VbarStatus vbar_device_info(struct VbarDevice device, struct VbarDeviceInfo *info);
+
+/*
+ Sets the explicit budget in bytes, 0 for an automatic one, and gives back at once what it no
+ longer covers, as far as pins and fences allow. The budget is set also when that fails.
+ Thread-safe.
+ */
+VbarStatus vbar_device_set_budget(struct VbarDevice device, uint64_t bytes);
+
+/*
+ Sets the headroom in bytes (0 is none here); as `vbar_device_set_budget`. Thread-safe.
+ */
+VbarStatus vbar_device_set_headroom(struct VbarDevice device, uint64_t bytes);
+
+/*
+ Tells the explicit budget, 0 if there is none, and the headroom, as they were set, in bytes.
+ What may be held now is in `vbar_device_statistics`. Thread-safe.
+ Both outputs are NULL or can be written to.
+ */
+VbarStatus vbar_device_budget(struct VbarDevice device,
+                              uint64_t *budget_bytes,
+                              uint64_t *headroom_bytes);
+
+/*
+ Notices pressure now, as the next miss would. Thread-safe.
+ */
+VbarStatus vbar_device_refresh(struct VbarDevice device);
+
+/*
+ Gives frames that no page has back to the driver until at most `keep_bytes` are held, and tells
+ the bytes given back. Thread-safe.
+ `freed_bytes` is NULL or can be written to.
+ */
+VbarStatus vbar_device_trim(struct VbarDevice device, uint64_t keep_bytes, uint64_t *freed_bytes);
+
+/*
+ Gives memory of all VBARs back to the driver, lowest rank first; as `vbar_bar_free_memory`.
+ Thread-safe.
+ `freed` is NULL or can be written to.
+ */
+VbarStatus vbar_device_free_memory(struct VbarDevice device,
+                                   uint64_t bytes,
+                                   struct VbarFreed *freed);
+
+/*
+ Ends every wait that is under way on the device with `VBAR_STATUS_CANCELLED`; later ones are not
+ touched. Thread-safe; for another thread than the one that waits.
+ */
+VbarStatus vbar_device_cancel_waits(struct VbarDevice device);
+
+/*
+ Tells the library that a stream is about to be destroyed; it must still be valid. Thread-safe.
+ */
+VbarStatus vbar_stream_retire(struct VbarDevice device, VbarStream stream);
+
+/*
+ Makes a VBAR of `bytes`, rounded up to whole pages: addresses that cost nothing. Where the
+ driver has none for it, every fault is offloaded. Thread-safe.
+ `bar` is NULL or can be written to.
+ */
+VbarStatus vbar_bar_create(struct VbarDevice device, uint64_t bytes, struct VbarBar *bar);
+
+/*
+ Closes a VBAR and its allocations. Never blocks: its memory goes when the work that uses it is
+ done and its tokens were given back. Thread-safe; calls under way on other threads finish, or
+ return `VBAR_STATUS_CLOSED`.
+ */
+VbarStatus vbar_bar_destroy(struct VbarBar bar);
+
+/*
+ As `vbar_bar_destroy`, then waits until its memory was given back. The VBAR is closed also when
+ the wait times out, as it does while tokens of it are held. Thread-safe.
+ */
+VbarStatus vbar_bar_destroy_wait(struct VbarBar bar);
+
+/*
+ Tells what a VBAR is, and its marks. Thread-safe.
+ `info` is NULL or points to as many bytes as its size field says.
+ */
+VbarStatus vbar_bar_info(struct VbarBar bar, struct VbarBarInfo *info);
+
+/*
+ Binds a VBAR that was never used to files: from now on a fault fills what it maps. Once for a
+ VBAR, in any order of segments, none overlapping; what no segment covers has no bytes of its
+ own. Works for any format whose tensors are stored as they are in memory. Thread-safe.
+ Both arrays have as many elements as is said, their paths are C strings, and nobody writes them
+ during the call.
+ */
+VbarStatus vbar_bar_bind(struct VbarBar bar,
+                         const struct VbarBindSource *sources,
+                         size_t source_count,
+                         const struct VbarBindSegment *segments,
+                         size_t segment_count);
+
+/*
+ Makes a VBAR the newest of its class and lifts its watermark to all pages. Thread-safe.
+ */
+VbarStatus vbar_bar_prioritise(struct VbarBar bar);
+
+/*
+ Makes a VBAR the oldest of its class: the first to lose pages. Thread-safe.
+ */
+VbarStatus vbar_bar_deprioritise(struct VbarBar bar);
+
+/*
+ Puts a VBAR into a class, 0 at first; a larger one is kept longer. Thread-safe.
+ */
+VbarStatus vbar_bar_set_class(struct VbarBar bar, int32_t class_);
+
+/*
+ Keeps the first `page_count` pages of a VBAR from eviction until the end of its run.
+ Thread-safe.
+ */
+VbarStatus vbar_bar_set_floor(struct VbarBar bar, uint32_t page_count);
+
+/*
+ Sets the watermark of a VBAR that is not bound, in pages, and frees unpinned pages at or above
+ it. Thread-safe.
+ */
+VbarStatus vbar_bar_set_watermark(struct VbarBar bar, uint32_t page_count);
+
+/*
+ Gives memory of a VBAR back to the driver: from its end down to its floor, whole pages;
+ UINT64_MAX asks for everything. Waits for fences, never for pins, and tells why it was less.
+ Thread-safe.
+ `freed` is NULL or can be written to.
+ */
+VbarStatus vbar_bar_free_memory(struct VbarBar bar, uint64_t bytes, struct VbarFreed *freed);
+
+/*
+ Ends a run of a VBAR, whose work was enqueued on `stream`: records a fence, lifts the floor, and
+ tells how many pages still have pins, which stay or are taken back (a `VbarHeldPins`).
+ Thread-safe.
+ `pinned_count` is NULL or can be written to.
+ */
+VbarStatus vbar_bar_end_of_run(struct VbarBar bar,
+                               VbarStream stream,
+                               uint32_t held,
+                               uint32_t *pinned_count);
+
+/*
+ Tells the state of `count` pages of a VBAR from `first` on. Thread-safe; each page is told as it
+ was at some moment of the call.
+ `pages` has room for `count` elements.
+ */
+VbarStatus vbar_bar_residency(struct VbarBar bar,
+                              uint32_t first,
+                              size_t count,
+                              struct VbarPage *pages);
+
+/*
+ Makes bytes of a VBAR resident for work on `stream`, and pins them. On a bound VBAR they are the
+ file's; on another they are what was last written while `signature` stays the same. A hit makes
+ no driver call that waits and takes no lock. Thread-safe.
+ `fault` is NULL or can be written to.
+ */
+VbarStatus vbar_bar_fault(struct VbarBar bar,
+                          uint64_t offset,
+                          uint64_t bytes,
+                          VbarStream stream,
+                          struct VbarFault *fault);
+
+/*
+ Makes several ranges of VBARs of one device resident, each with a token of its own, or none of
+ them: then every element of `faults` says the same reason. Thread-safe.
+ Both arrays have `count` elements.
+ */
+VbarStatus vbar_device_fault_many(struct VbarDevice device,
+                                  const struct VbarRange *ranges,
+                                  size_t count,
+                                  VbarStream stream,
+                                  struct VbarFault *faults);
+
+/*
+ Gives the pins of a token back, once. `stream` is the one that it was faulted for, which lives
+ still; all work that uses the bytes was enqueued on it before, and they stay until that is done.
+ `VBAR_STREAM_NONE` where that stream was destroyed meanwhile: the pages are evicted last. Another
+ stream is one that used them too. The pins are given back also when a status says that recording
+ the use failed. A token that was to be committed asks for a refill again. Thread-safe.
+ */
+VbarStatus vbar_token_unpin(struct VbarToken token, VbarStream stream);
+
+/*
+ Remembers that another stream uses the bytes too; call it after that work was enqueued.
+ Thread-safe.
+ */
+VbarStatus vbar_token_also_used_on(struct VbarToken token, VbarStream stream);
+
+/*
+ Declares that everything that writes an allocation's bytes was enqueued on `stream`
+ (`VBAR_STREAM_NONE`: they are in place). The token keeps its pins. Thread-safe.
+ */
+VbarStatus vbar_token_commit(struct VbarToken token, VbarStream stream);
+
+/*
+ Takes the next `bytes` of a VBAR that is not bound, 512-byte aligned, for bytes that the program
+ writes itself. They end with the VBAR. Thread-safe.
+ `allocation` is NULL or can be written to.
+ */
+VbarStatus vbar_bar_allocate(struct VbarBar bar, uint64_t bytes, struct VbarAllocation *allocation);
+
+/*
+ Tells an allocation's device address, which never changes, and its place in the VBAR in bytes.
+ Thread-safe.
+ The outputs are NULL or can be written to.
+ */
+VbarStatus vbar_allocation_place(struct VbarAllocation allocation,
+                                 uint64_t *address,
+                                 uint64_t *range,
+                                 uint64_t *bytes);
+
+/*
+ Makes an allocation resident for work on `stream`, and pins it. When its bytes are no longer
+ valid the outcome is a refill, and the stream is the one that will write them. Thread-safe.
+ `fault` is NULL or can be written to.
+ */
+VbarStatus vbar_allocation_fault(struct VbarAllocation allocation,
+                                 VbarStream stream,
+                                 struct VbarFault *fault);
+
+/*
+ As `vbar_allocation_fault`, waiting while another caller fills. Thread-safe.
+ `fault` is NULL or can be written to.
+ */
+VbarStatus vbar_allocation_fault_wait(struct VbarAllocation allocation,
+                                      VbarStream stream,
+                                      struct VbarFault *fault);
+
+/*
+ Declares an allocation's bytes no good: the next fault asks for a refill. Give tokens back
+ first; during a fill it does nothing. Thread-safe.
+ */
+VbarStatus vbar_allocation_invalidate(struct VbarAllocation allocation);
+
+/*
+ A short word for a reason, as a string of static life time. Thread-safe.
+ */
+const char *vbar_reason_text(uint32_t reason);
+
+/*
+ Opens a safetensors model (a file, a sharded model's index, or a folder) and binds it to a VBAR
+ of its own: every tensor gets an address, none any memory. Thread-safe.
+ `path` is NULL or a C string; `model` is NULL or can be written to.
+ */
+VbarStatus vbar_model_open(struct VbarDevice device, const char *path, struct VbarModel *model);
+
+/*
+ As `vbar_model_open` for one file that is open already, of which the library keeps a duplicate.
+ `name` is what messages call it. Thread-safe.
+ `name` is NULL or a C string; `model` is NULL or can be written to.
+ */
+VbarStatus vbar_model_open_descriptor(struct VbarDevice device,
+                                      int32_t descriptor,
+                                      const char *name,
+                                      struct VbarModel *model);
+
+/*
+ Closes a model and its VBAR, as `vbar_bar_destroy` does. Its strings end. Thread-safe.
+ */
+VbarStatus vbar_model_close(struct VbarModel model);
+
+/*
+ Tells what a model is. Thread-safe.
+ `info` is NULL or points to as many bytes as its size field says.
+ */
+VbarStatus vbar_model_info(struct VbarModel model, struct VbarModelInfo *info);
+
+/*
+ Tells a tensor by its index, from 0, in the natural order of names. Thread-safe.
+ `tensor` is NULL or points to as many bytes as its size field says.
+ */
+VbarStatus vbar_model_tensor(struct VbarModel model, uint64_t index, struct VbarTensor *tensor);
+
+/*
+ Finds a tensor's index by its name. Thread-safe.
+ `name` is NULL or a C string; `index` is NULL or can be written to.
+ */
+VbarStatus vbar_model_find(struct VbarModel model, const char *name, uint64_t *index);
+
+/*
+ Tells a value of the model's `__metadata__`, UTF-8; it lives until the model is closed.
+ Thread-safe.
+ `key` is NULL or a C string; `value` is NULL or can be written to.
+ */
+VbarStatus vbar_model_metadata(struct VbarModel model, const char *key, const char **value);
+
+/*
+ Makes a tensor resident for work on `stream`, and pins it; see `vbar_bar_fault`. Thread-safe.
+ `fault` is NULL or can be written to.
+ */
+VbarStatus vbar_model_fault(struct VbarModel model,
+                            uint64_t index,
+                            VbarStream stream,
+                            struct VbarFault *fault);
+
+/*
+ The format's name of a type, "BF16", as a string of static life time. Thread-safe.
+ */
+const char *vbar_dtype_text(uint32_t dtype);
+
+/*
+ Tells everything that is counted. Thread-safe; the numbers are consistent while others work.
+ `statistics` is NULL or points to as many bytes as its size field says.
+ */
+VbarStatus vbar_device_statistics(struct VbarDevice device, struct VbarStatistics *statistics);
 
 #ifdef __cplusplus
 }  // extern "C"

@@ -33,7 +33,7 @@ impl Sharded {
     /// One more.
     #[inline]
     pub fn raise(&self) {
-        let index = shard();
+        let index = thread_index();
         let cell = &self.cells[index].0;
         if index < OWNED {
             // This thread's own: a load and a store are enough, and 5 ns cheaper.
@@ -50,8 +50,9 @@ impl Sharded {
     }
 }
 
+/// A small number of the calling thread, less than `OWNED + SHARED`; what threads are spread by.
 #[inline]
-fn shard() -> usize {
+pub(crate) fn thread_index() -> usize {
     static NEXT: AtomicUsize = AtomicUsize::new(0);
     thread_local!(static SHARD: Cell<usize> = const { Cell::new(usize::MAX) });
     SHARD.with(|shard| {

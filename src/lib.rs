@@ -23,7 +23,7 @@
 //! 3  sync/{fence, device, wait, clock}              host: files, page-locked memory
 //! 2  memory/{page_table, policy, budget}  model/binding  copy/ring  host/safetensors     pure
 //! 1  driver/{cuda, sim}      the door
-//! 0  units  error  names  options  outcome  counters  process  sync/ticket  driver/code
+//! 0  units  error  names  options  outcome  counters  process  slots  sync/ticket  driver/code
 //! ```
 //!
 //! # Locks
@@ -51,6 +51,7 @@ pub mod options;
 pub mod outcome;
 pub mod process;
 pub mod runtime;
+pub mod slots;
 pub mod sync;
 pub mod units;
 

@@ -3,7 +3,9 @@
 //! Owns the words and the order of preference. Every answer carries a sentence that says what was
 //! chosen and why, so that nobody takes a simulated device for a real one.
 
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
+
+use parking_lot::Mutex;
 
 use super::Driver;
 use super::cuda::Cuda;
@@ -81,6 +83,55 @@ pub fn open(selection: &Selection) -> Result<Opened> {
     open_with(selection, variable.as_deref(), Cuda::open)
 }
 
+/// As [`open`], through drivers that the process shares: one CUDA driver, and a simulated one for
+/// each set of options, as long as anybody has it.
+///
+/// # Errors
+/// As [`open`].
+pub fn open_shared(selection: &Selection) -> Result<Opened> {
+    static SIMULATED: Mutex<Vec<Weak<Sim>>> = Mutex::new(Vec::new());
+    let selection = match (selection, from_environment()) {
+        (Selection::Auto, Some(named)) => named?,
+        _ => selection.clone(),
+    };
+    match &selection {
+        Selection::Cuda(device) => cuda(shared_cuda()?, *device, "asked for"),
+        Selection::Auto => automatic(shared_cuda),
+        Selection::Sim(options) => {
+            let mut shared = SIMULATED.lock();
+            shared.retain(|sim| sim.strong_count() > 0);
+            let alike =
+                shared.iter().filter_map(Weak::upgrade).find(|sim| sim.options() == options);
+            if let Some(sim) = alike {
+                return Ok(opened_sim(sim, "asked for"));
+            }
+            let opened = sim(options.clone(), "asked for");
+            shared.extend(opened.sim.as_ref().map(Arc::downgrade));
+            Ok(opened)
+        }
+    }
+}
+
+/// The driver, once it could be opened.
+fn shared_cuda() -> Result<Arc<Cuda>> {
+    static SHARED: Mutex<Option<Arc<Cuda>>> = Mutex::new(None);
+    let mut shared = SHARED.lock();
+    if let Some(cuda) = &*shared {
+        return Ok(Arc::clone(cuda));
+    }
+    Ok(Arc::clone(shared.insert(Cuda::open()?)))
+}
+
+/// What [`VARIABLE`] says, if it is set.
+///
+/// # Errors
+/// `InvalidArgument` when it says nothing that is known.
+#[must_use]
+pub fn from_environment() -> Option<Result<Selection>> {
+    let text = std::env::var_os(VARIABLE).filter(|text| !text.is_empty())?;
+    Some(Selection::parse(&text.to_string_lossy()).map_err(|error| error.context(VARIABLE)))
+}
+
 fn open_with(
     selection: &Selection,
     variable: Option<&str>,
@@ -148,7 +199,10 @@ fn cuda(driver: Arc<Cuda>, device: DeviceOrdinal, why: &str) -> Result<Opened> {
 }
 
 fn sim(options: SimOptions, why: &str) -> Opened {
-    let sim = Sim::new(options);
+    opened_sim(Sim::new(options), why)
+}
+
+fn opened_sim(sim: Arc<Sim>, why: &str) -> Opened {
     let how = format!("a simulated device in host memory, {} ({why})", sim.driver().description());
     let (driver, device) = (sim.driver(), DeviceOrdinal(0));
     Opened { driver, device, sim: Some(sim), how, missing: None }

@@ -10,6 +10,7 @@ use std::sync::Arc;
 use super::bar::{Fault, Guard, VbarInner};
 use crate::driver::CaptureState;
 use crate::error::{ErrorCode, Result};
+use crate::memory::pager::Hold;
 use crate::outcome::{Reason, WaitKind};
 use crate::sync::ticket::Ticket;
 use crate::sync::{AcqRel, Acquire, AtomicU64, Relaxed, Release};
@@ -152,6 +153,62 @@ impl Allocation {
         }
     }
 
+    /// Gives pins back that were taken out of a guard; `stream` as in [`super::Runtime::unpin`].
+    ///
+    /// # Errors
+    /// As [`Guard::unpin`]; what the driver says of another stream.
+    pub(crate) fn unpin_hold(&self, hold: Hold, stream: Stream) -> Result<()> {
+        self.vbar.unpin_hold(hold, stream)
+    }
+
+    /// As [`Guard::also_used_on`], for pins that were taken out of a guard.
+    ///
+    /// # Errors
+    /// As there.
+    pub(crate) fn hold_used_on(&self, hold: &Hold, stream: Stream) -> Result<()> {
+        self.vbar.runtime.pager().also_used_on(&self.vbar.bar, hold, stream).map(|_| ())
+    }
+
+    /// As [`FillGuard::commit`], for a fill that was taken out of its guard; it goes on when this
+    /// fails.
+    ///
+    /// # Errors
+    /// As there.
+    pub(crate) fn commit_hold(&self, hold: &Hold, stream: Stream) -> Result<()> {
+        let ready = self.record(hold, stream)?;
+        self.note_valid(hold.generations.as_slice(), ready);
+        Ok(())
+    }
+
+    /// Ends a fill that was taken out of its guard, as dropping the guard does.
+    ///
+    /// # Errors
+    /// As [`Allocation::unpin_hold`].
+    pub(crate) fn abandon(&self, hold: Hold, stream: Stream) -> Result<()> {
+        // Before the state changes, so that the next writer finds the stamp.
+        let unpinned = self.vbar.unpin_hold(hold, stream);
+        self.settle(STALE);
+        unpinned
+    }
+
+    /// A fence behind the writes. The pages remember it: the stream may be another one than the
+    /// fault's, and nobody may take the frames before the writes are done.
+    fn record(&self, hold: &Hold, stream: Stream) -> Result<Ticket> {
+        if stream.is_none() {
+            self.vbar.runtime.device().check()?;
+            return Ok(Ticket::NONE);
+        }
+        self.vbar.runtime.pager().also_used_on(&self.vbar.bar, hold, stream)
+    }
+
+    fn note_valid(&self, generations: &[Generation], ready: Ticket) {
+        for (place, generation) in self.generations.iter().zip(generations) {
+            place.store(generation.0, Release);
+        }
+        self.ready.store(ready.to_bits(), Release);
+        self.settle(VALID);
+    }
+
     fn refuse(&self, reason: Reason) -> AllocationFault<'_> {
         self.vbar.runtime.device().counters.refuse(reason);
         AllocationFault::Offloaded(reason)
@@ -230,29 +287,18 @@ impl<'a> FillGuard<'a> {
     /// # Errors
     /// What the driver says of the fence; the allocation asks for a refill again then.
     pub fn commit(mut self, stream: Stream) -> Result<Guard<'a>> {
-        let allocation = self.allocation;
-        let ready = self.record(stream)?;
+        let ready = self.allocation.record(self.guard().hold(), stream)?;
         let guard = self.guard.take().expect("a fill guard holds until it is consumed");
-        for (place, generation) in allocation.generations.iter().zip(guard.signature()) {
-            place.store(generation.0, Release);
-        }
-        allocation.ready.store(ready.to_bits(), Release);
-        allocation.settle(VALID);
+        self.allocation.note_valid(guard.signature(), ready);
         Ok(guard)
     }
 
-    /// A fence behind the writes. The pages remember it: the stream may be another one than the
-    /// fault's, and nobody may take the frames before the writes are done.
-    fn record(&self, stream: Stream) -> Result<Ticket> {
-        let vbar = &self.allocation.vbar;
-        if stream.is_none() {
-            vbar.runtime.device().check()?;
-            return Ok(Ticket::NONE);
-        }
-        vbar.runtime.pager().also_used_on(&vbar.bar, self.guard().hold(), stream)
+    /// Takes the fill out of the guard's hands: whoever has it commits or abandons it.
+    pub(crate) fn into_hold(mut self) -> Hold {
+        self.guard.take().expect("a fill guard holds until it is consumed").into_hold()
     }
 
-    fn guard(&self) -> &Guard<'a> {
+    pub(crate) fn guard(&self) -> &Guard<'a> {
         self.guard.as_ref().expect("a fill guard holds until it is consumed")
     }
 

@@ -7,6 +7,7 @@ use super::{Allocation, Runtime};
 use crate::error::{Error, ErrorCode, Result};
 use crate::memory::pager::{BarMarks, Faulted, Freed, HeldPins, Hold, Residency};
 use crate::memory::pins::Token;
+use crate::memory::space::SpaceKind;
 use crate::memory::vbar::{self, Bar};
 use crate::outcome::Reason;
 use crate::units::{DeviceAddress, Generation, PageIndex, Stream};
@@ -74,6 +75,12 @@ impl Vbar {
     #[must_use]
     pub fn bytes(&self) -> u64 {
         self.bar().space.bytes
+    }
+
+    /// Whether the VBAR has addresses of the device. Without, every fault is offloaded.
+    #[must_use]
+    pub fn is_reserved(&self) -> bool {
+        self.bar().space.kind == SpaceKind::Reserved
     }
 
     /// The runtime that the VBAR belongs to.
@@ -188,6 +195,20 @@ impl Vbar {
         runtime.pager().wait_closed(&bar)
     }
 
+    /// Gives pins back that were taken out of a guard; `stream` as in [`Runtime::unpin`].
+    ///
+    /// # Errors
+    /// As [`Guard::unpin`]; what the driver says of another stream.
+    #[inline]
+    pub(crate) fn unpin_hold(&self, hold: Hold, stream: Stream) -> Result<()> {
+        self.inner.unpin_hold(hold, stream)
+    }
+
+    /// As [`Guard::also_used_on`].
+    pub(crate) fn hold_used_on(&self, hold: &Hold, stream: Stream) -> Result<()> {
+        self.inner.runtime.pager().also_used_on(self.bar(), hold, stream).map(|_| ())
+    }
+
     pub(super) fn bar(&self) -> &Arc<Bar> {
         &self.inner.bar
     }
@@ -205,6 +226,22 @@ impl VbarInner {
             Faulted::Resident(hold) => Fault::Resident(Guard::new(self, bytes, hold)),
             Faulted::Offloaded(reason) => Fault::Offloaded(reason),
         })
+    }
+}
+
+impl VbarInner {
+    #[inline]
+    pub(super) fn unpin_hold(&self, hold: Hold, stream: Stream) -> Result<()> {
+        let pager = self.runtime.pager();
+        // The usual case in place: what a hit moves around is what it costs.
+        let unpinned = match stream == hold.stream {
+            true => pager.unpin(&self.bar, &hold),
+            false => pager.unpin_on(&self.bar, hold, stream),
+        };
+        if self.bar.is_closed() {
+            pager.after_token(&self.bar);
+        }
+        unpinned
     }
 }
 
@@ -282,6 +319,13 @@ impl<'a> Guard<'a> {
     pub fn into_token(mut self) -> Token {
         let hold = self.hold.take().expect("a guard holds until it is consumed");
         self.vbar.runtime.pins().put(Arc::clone(&self.vbar.bar), hold)
+    }
+
+    /// Takes the pins out of the guard's hands: whoever has them gives them back with
+    /// [`Vbar::unpin_hold`].
+    #[inline]
+    pub(crate) fn into_hold(mut self) -> Hold {
+        self.hold.take().expect("a guard holds until it is consumed")
     }
 
     /// Gives the pins back without a fence: nothing was enqueued that uses the range.

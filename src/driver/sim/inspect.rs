@@ -94,20 +94,24 @@ impl Sim {
 
     /// The `nth` call of `verb` from now, 1 being the next, fails with `code`.
     pub fn fail_nth(&self, verb: Verb, nth: u64, code: DriverCode) {
-        let skip = nth.saturating_sub(1);
-        self.core.faults.add(FailRule { verb, skip, count: 1, code });
+        self.fail(verb, nth.saturating_sub(1), 1, code);
+    }
+
+    /// After `skip` good calls of `verb`, `count` fail with `code`; `u64::MAX` is all of them.
+    pub fn fail(&self, verb: Verb, skip: u64, count: u64, code: DriverCode) {
+        if count > 0 {
+            self.core.faults.add(FailRule { verb, skip, count, code });
+        }
     }
 
     /// The next `count` calls of `verb` fail with `code`.
     pub fn fail_next_n(&self, verb: Verb, count: u64, code: DriverCode) {
-        if count > 0 {
-            self.core.faults.add(FailRule { verb, skip: 0, count, code });
-        }
+        self.fail(verb, 0, count, code);
     }
 
     /// All calls of `verb` fail with `code`, until [`Sim::heal`].
     pub fn fail_always(&self, verb: Verb, code: DriverCode) {
-        self.core.faults.add(FailRule { verb, skip: 0, count: u64::MAX, code });
+        self.fail(verb, 0, u64::MAX, code);
     }
 
     /// Memory, copy and event calls fail with this probability, by `seed`, with out-of-memory or

@@ -1,0 +1,490 @@
+//! VBARs: creating, binding, ranks and marks, memory given back, residency, closing.
+
+#![expect(unsafe_code, reason = "exported symbols must keep their names")]
+
+use std::ffi::c_char;
+use std::os::fd::{BorrowedFd, OwnedFd};
+use std::sync::Arc;
+
+use super::call::{call, invalid, stale};
+use super::device::{self, VbarDevice, VbarStream, choice};
+use super::fault;
+use super::status::VbarStatus;
+use super::tag;
+use super::value::{Growing, Out, OutArray, OutGrowing, Plain, byte_range, read_array, read_path};
+use crate::error::{Error, Result};
+use crate::host::source::ModelFile;
+use crate::memory::page_table::PageState;
+use crate::memory::pager::{Freed, HeldPins, Residency, Shortfall};
+use crate::model::binding::Binding;
+use crate::runtime::Vbar;
+use crate::slots::{Handles, Ref};
+use crate::sync::Mutex;
+use crate::units::Stream;
+
+/// A VBAR. 0 is none; ids are never used again.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[repr(C)]
+pub struct VbarBar {
+    /// The id.
+    pub id: u64,
+}
+
+/// What a VBAR is, and its marks now.
+#[derive(Clone, Copy)]
+#[repr(C)]
+pub struct VbarBarInfo {
+    /// `sizeof(VbarBarInfo)`, set by the caller.
+    pub size: usize,
+    /// Its first device address, a multiple of the page size; it never changes.
+    pub address: u64,
+    /// Its length in bytes, whole pages.
+    pub bytes: u64,
+    /// Size of a page in bytes.
+    pub page_bytes: u64,
+    /// Pages.
+    pub page_count: u32,
+    /// Pages that have a frame.
+    pub resident_count: u32,
+    /// Pages at or above are not faulted in; pages of bound VBARs all are.
+    pub watermark: u32,
+    /// Pages below are not evicted.
+    pub floor: u32,
+    /// A larger class is kept longer.
+    pub class_: i32,
+    /// 0 where the device has no addresses for it, so that every fault is offloaded; else 1.
+    pub has_addresses: u32,
+}
+
+/// Why memory that was asked back did not come.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[repr(u32)]
+pub enum VbarShortfall {
+    /// All of it came.
+    None = 0,
+    /// No page has a frame.
+    NothingResident = 1,
+    /// What is left lies below the floor.
+    AtFloor = 2,
+    /// What is left is pinned.
+    AllPinned = 3,
+    /// What is left was used by streams that no fence covers, and waits for the context are off.
+    FenceUnknown = 4,
+    /// What is left was still in use when the time was over.
+    TimedOut = 5,
+}
+
+/// What giving memory back came to.
+#[derive(Clone, Copy)]
+#[repr(C)]
+pub struct VbarFreed {
+    /// Bytes given back to the driver, whole pages.
+    pub bytes: u64,
+    /// A `VbarShortfall`: why it was less than was asked.
+    pub shortfall: u32,
+    /// Pages that are pinned, for `VBAR_SHORTFALL_ALL_PINNED`.
+    pub pinned_count: u32,
+}
+
+/// What a page is to the library.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[repr(u32)]
+pub enum VbarPageState {
+    /// No frame.
+    Absent = 0,
+    /// Getting its frame.
+    Claimed = 1,
+    /// It has a frame; its bytes, or the frame's former users, are on their way.
+    Issued = 2,
+    /// It has a frame, and everything before it is done.
+    Resident = 3,
+    /// Backed by host memory that the device reads over the link.
+    HostMapped = 4,
+    /// On its way out.
+    Evicting = 5,
+    /// Lost to a failed undo; never used again.
+    Quarantined = 6,
+}
+
+/// One page of a residency map.
+#[derive(Clone, Copy)]
+#[repr(C)]
+pub struct VbarPage {
+    /// Changes when the page lost its bytes, and never repeats in a process.
+    pub generation: u64,
+    /// A `VbarPageState`.
+    pub state: u32,
+    /// Pins.
+    pub pin_count: u32,
+}
+
+/// What an end of run does with pins that are still held.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[repr(u32)]
+pub enum VbarHeldPins {
+    /// They stay.
+    Keep = 0,
+    /// They are taken back: their tokens are stale.
+    Release = 1,
+}
+
+/// A file that VBARs are filled from.
+#[derive(Clone, Copy)]
+#[repr(C)]
+pub struct VbarBindSource {
+    /// Its path; NULL where `descriptor` says which file.
+    pub path: *const c_char,
+    /// An open descriptor, of which the library keeps a duplicate; used where `path` is NULL.
+    pub descriptor: i32,
+    /// 0.
+    pub reserved: u32,
+}
+
+/// Which bytes of which file belong where in a VBAR.
+#[derive(Clone, Copy)]
+#[repr(C)]
+pub struct VbarBindSegment {
+    /// First byte in the VBAR.
+    pub bar_offset: u64,
+    /// First byte in the file.
+    pub source_offset: u64,
+    /// Length in bytes.
+    pub bytes: u64,
+    /// Index of the file among the sources.
+    pub source: u32,
+    /// 0: stored as it is in memory. Others may come.
+    pub encoding: u32,
+}
+
+// SAFETY: integers; the size first.
+unsafe impl Plain for VbarBarInfo {}
+// SAFETY: as above.
+unsafe impl Growing for VbarBarInfo {
+    const FIRST_BYTES: usize = std::mem::offset_of!(VbarBarInfo, has_addresses) + size_of::<u32>();
+}
+// SAFETY: integers.
+unsafe impl Plain for VbarBar {}
+// SAFETY: integers.
+unsafe impl Plain for VbarFreed {}
+// SAFETY: integers.
+unsafe impl Plain for VbarPage {}
+// SAFETY: integers and a raw pointer.
+unsafe impl Plain for VbarBindSource {}
+// SAFETY: integers.
+unsafe impl Plain for VbarBindSegment {}
+// SAFETY: an integer.
+unsafe impl Plain for u32 {}
+
+/// Who may close a VBAR.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum Owner {
+    /// Its id's holder.
+    Caller,
+    /// The model that it is part of.
+    Model,
+}
+
+pub(super) struct BarEntry {
+    pub(super) vbar: Vbar,
+    owner: Owner,
+    /// Ids of its allocations, which end with it.
+    pub(super) allocations: Mutex<Vec<u64>>,
+}
+
+static BARS: Handles<BarEntry> = Handles::new(tag::BAR, 16);
+
+/// The VBAR that an id names.
+///
+/// # Errors
+/// `StaleHandle`.
+#[inline]
+pub(super) fn find(bar: VbarBar) -> Result<Ref<BarEntry>> {
+    BARS.get(bar.id).ok_or_else(|| stale("VBAR", bar.id))
+}
+
+/// Gives a VBAR an id.
+///
+/// # Errors
+/// `Internal` when there are no more ids.
+pub(super) fn enter(vbar: Vbar, owner: Owner) -> Result<VbarBar> {
+    let entry = BarEntry { vbar, owner, allocations: Mutex::new(Vec::new()) };
+    let id = BARS.insert(entry).map_err(|_| device::too_many("VBARs"))?;
+    Ok(VbarBar { id })
+}
+
+/// Closes a VBAR and ends the ids of it and of its allocations.
+///
+/// # Errors
+/// `StaleHandle`; `InvalidArgument` when somebody else owns it.
+pub(super) fn close(bar: VbarBar, owner: Owner) -> Result<Vbar> {
+    let entry = find(bar)?;
+    if entry.owner != owner {
+        return Err(invalid("the VBAR belongs to a model: close the model"));
+    }
+    if !BARS.close(bar.id) {
+        return Err(stale("VBAR", bar.id));
+    }
+    fault::forget_allocations(&entry.allocations);
+    Ok(entry.vbar.clone())
+}
+
+/// Makes a VBAR of `bytes`, rounded up to whole pages: addresses that cost nothing. Where the
+/// driver has none for it, every fault is offloaded. Thread-safe.
+///
+/// # Safety
+/// `bar` is NULL or can be written to.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vbar_bar_create(
+    device: VbarDevice,
+    bytes: u64,
+    bar: *mut VbarBar,
+) -> VbarStatus {
+    call(|| {
+        let out = Out::new(bar)?;
+        let vbar = device::find(device)?.runtime.create_bar(bytes)?;
+        out.write(enter(vbar, Owner::Caller)?);
+        Ok(())
+    })
+}
+
+/// Closes a VBAR and its allocations. Never blocks: its memory goes when the work that uses it is
+/// done and its tokens were given back. Thread-safe; calls under way on other threads finish, or
+/// return `VBAR_STATUS_CLOSED`.
+#[unsafe(no_mangle)]
+pub extern "C" fn vbar_bar_destroy(bar: VbarBar) -> VbarStatus {
+    call(|| close(bar, Owner::Caller).map(|_| ()))
+}
+
+/// As `vbar_bar_destroy`, then waits until its memory was given back. The VBAR is closed also when
+/// the wait times out, as it does while tokens of it are held. Thread-safe.
+#[unsafe(no_mangle)]
+pub extern "C" fn vbar_bar_destroy_wait(bar: VbarBar) -> VbarStatus {
+    call(|| close(bar, Owner::Caller)?.destroy_wait())
+}
+
+/// Tells what a VBAR is, and its marks. Thread-safe.
+///
+/// # Safety
+/// `info` is NULL or points to as many bytes as its size field says.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vbar_bar_info(bar: VbarBar, info: *mut VbarBarInfo) -> VbarStatus {
+    call(|| {
+        let out = OutGrowing::new(info)?;
+        let entry = find(bar)?;
+        let (vbar, marks) = (&entry.vbar, entry.vbar.marks());
+        out.write(VbarBarInfo {
+            size: 0,
+            address: vbar.base().0,
+            bytes: vbar.bytes(),
+            page_bytes: vbar.runtime().page_size().bytes(),
+            page_count: marks.page_count,
+            resident_count: marks.resident,
+            watermark: marks.watermark,
+            floor: marks.floor,
+            class_: marks.class,
+            has_addresses: u32::from(vbar.is_reserved()),
+        });
+        Ok(())
+    })
+}
+
+/// Binds a VBAR that was never used to files: from now on a fault fills what it maps. Once for a
+/// VBAR, in any order of segments, none overlapping; what no segment covers has no bytes of its
+/// own. Works for any format whose tensors are stored as they are in memory. Thread-safe.
+///
+/// # Safety
+/// Both arrays have as many elements as is said, their paths are C strings, and nobody writes them
+/// during the call.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vbar_bar_bind(
+    bar: VbarBar,
+    sources: *const VbarBindSource,
+    source_count: usize,
+    segments: *const VbarBindSegment,
+    segment_count: usize,
+) -> VbarStatus {
+    call(|| {
+        let sources = read_array(sources, source_count)?;
+        let segments = read_array(segments, segment_count)?;
+        let entry = find(bar)?;
+        let mut binding = Binding::new();
+        segments.iter().try_for_each(|segment| bind_segment(&mut binding, segment))?;
+        let files = sources.iter().map(open_source).collect::<Result<_>>()?;
+        entry.vbar.bind(binding, files)
+    })
+}
+
+fn bind_segment(binding: &mut Binding, segment: &VbarBindSegment) -> Result<()> {
+    if segment.encoding != 0 {
+        return Err(invalid(format!("encoding {} is not known", segment.encoding)));
+    }
+    let target = byte_range(segment.bar_offset, segment.bytes)?;
+    binding.bind(target, segment.source as usize, segment.source_offset, segment.bytes)
+}
+
+fn open_source(source: &VbarBindSource) -> Result<Arc<ModelFile>> {
+    let file = match source.path.is_null() {
+        false => ModelFile::open(read_path(source.path)?),
+        true => duplicate(source.descriptor).and_then(|descriptor| {
+            let link = format!("/proc/self/fd/{}", source.descriptor);
+            let path = std::fs::read_link(link).map(|path| path.display().to_string());
+            let name = path.unwrap_or_else(|_| format!("descriptor {}", source.descriptor));
+            ModelFile::from_fd(descriptor, name)
+        }),
+    };
+    file.map(Arc::new)
+}
+
+/// A descriptor of our own for the file behind a caller's.
+///
+/// # Errors
+/// `InvalidArgument` for a number that is no descriptor, `Io`.
+pub(super) fn duplicate(descriptor: i32) -> Result<OwnedFd> {
+    if descriptor < 0 {
+        return Err(invalid(format!("descriptor {descriptor} is none")));
+    }
+    // SAFETY: not -1. Used for the one call below, which tells a number that is not open; nothing
+    // is closed through it.
+    let borrowed = unsafe { BorrowedFd::borrow_raw(descriptor) };
+    let duplicated = borrowed.try_clone_to_owned();
+    duplicated.map_err(|error| Error::io(format_args!("descriptor {descriptor}"), &error))
+}
+
+/// Makes a VBAR the newest of its class and lifts its watermark to all pages. Thread-safe.
+#[unsafe(no_mangle)]
+pub extern "C" fn vbar_bar_prioritise(bar: VbarBar) -> VbarStatus {
+    call(|| {
+        find(bar)?.vbar.prioritise();
+        Ok(())
+    })
+}
+
+/// Makes a VBAR the oldest of its class: the first to lose pages. Thread-safe.
+#[unsafe(no_mangle)]
+pub extern "C" fn vbar_bar_deprioritise(bar: VbarBar) -> VbarStatus {
+    call(|| {
+        find(bar)?.vbar.deprioritise();
+        Ok(())
+    })
+}
+
+/// Puts a VBAR into a class, 0 at first; a larger one is kept longer. Thread-safe.
+#[unsafe(no_mangle)]
+pub extern "C" fn vbar_bar_set_class(bar: VbarBar, class_: i32) -> VbarStatus {
+    call(|| {
+        find(bar)?.vbar.set_class(class_);
+        Ok(())
+    })
+}
+
+/// Keeps the first `page_count` pages of a VBAR from eviction until the end of its run.
+/// Thread-safe.
+#[unsafe(no_mangle)]
+pub extern "C" fn vbar_bar_set_floor(bar: VbarBar, page_count: u32) -> VbarStatus {
+    call(|| {
+        find(bar)?.vbar.set_floor(page_count);
+        Ok(())
+    })
+}
+
+/// Sets the watermark of a VBAR that is not bound, in pages, and frees unpinned pages at or above
+/// it. Thread-safe.
+#[unsafe(no_mangle)]
+pub extern "C" fn vbar_bar_set_watermark(bar: VbarBar, page_count: u32) -> VbarStatus {
+    call(|| find(bar)?.vbar.set_watermark(page_count))
+}
+
+/// Gives memory of a VBAR back to the driver: from its end down to its floor, whole pages;
+/// UINT64_MAX asks for everything. Waits for fences, never for pins, and tells why it was less.
+/// Thread-safe.
+///
+/// # Safety
+/// `freed` is NULL or can be written to.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vbar_bar_free_memory(
+    bar: VbarBar,
+    bytes: u64,
+    freed: *mut VbarFreed,
+) -> VbarStatus {
+    call(|| {
+        let out = Out::new(freed)?;
+        out.write(find(bar)?.vbar.free_memory(bytes)?.into());
+        Ok(())
+    })
+}
+
+/// Ends a run of a VBAR, whose work was enqueued on `stream`: records a fence, lifts the floor, and
+/// tells how many pages still have pins, which stay or are taken back (a `VbarHeldPins`).
+/// Thread-safe.
+///
+/// # Safety
+/// `pinned_count` is NULL or can be written to.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vbar_bar_end_of_run(
+    bar: VbarBar,
+    stream: VbarStream,
+    held: u32,
+    pinned_count: *mut u32,
+) -> VbarStatus {
+    call(|| {
+        let out = Out::new(pinned_count)?;
+        let held = choice("held", held, [HeldPins::Keep, HeldPins::Release])?;
+        let ended = find(bar)?.vbar.end_of_run(Stream(stream), held)?;
+        out.write(u32::try_from(ended.held.len()).unwrap_or(u32::MAX));
+        Ok(())
+    })
+}
+
+/// Tells the state of `count` pages of a VBAR from `first` on. Thread-safe; each page is told as it
+/// was at some moment of the call.
+///
+/// # Safety
+/// `pages` has room for `count` elements.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vbar_bar_residency(
+    bar: VbarBar,
+    first: u32,
+    count: usize,
+    pages: *mut VbarPage,
+) -> VbarStatus {
+    call(|| {
+        let out = OutArray::new(pages, count)?;
+        let residency = find(bar)?.vbar.residency();
+        let end = usize::try_from(first).ok().and_then(|first| first.checked_add(count));
+        let Some(range) = end.and_then(|end| residency.get(first as usize..end)) else {
+            let text = format!("{count} pages from {first} of a VBAR of {}", residency.len());
+            return Err(invalid(text));
+        };
+        out.write(range.iter().map(VbarPage::from));
+        Ok(())
+    })
+}
+
+impl From<&Residency> for VbarPage {
+    fn from(page: &Residency) -> Self {
+        let state = match page.state {
+            PageState::Absent => VbarPageState::Absent,
+            PageState::Claimed => VbarPageState::Claimed,
+            PageState::Issued => VbarPageState::Issued,
+            PageState::Resident => VbarPageState::Resident,
+            PageState::HostMapped => VbarPageState::HostMapped,
+            PageState::Evicting => VbarPageState::Evicting,
+            PageState::Quarantined => VbarPageState::Quarantined,
+        };
+        Self { generation: page.generation.0, state: state as u32, pin_count: page.pins }
+    }
+}
+
+impl From<Freed> for VbarFreed {
+    fn from(freed: Freed) -> Self {
+        let (shortfall, pinned_count) = match freed.shortfall {
+            None => (VbarShortfall::None, 0),
+            Some(Shortfall::NothingResident) => (VbarShortfall::NothingResident, 0),
+            Some(Shortfall::AtFloor) => (VbarShortfall::AtFloor, 0),
+            Some(Shortfall::AllPinned(pages)) => (VbarShortfall::AllPinned, pages),
+            Some(Shortfall::FenceUnknown) => (VbarShortfall::FenceUnknown, 0),
+            Some(Shortfall::TimedOut) => (VbarShortfall::TimedOut, 0),
+        };
+        Self { bytes: freed.bytes, shortfall: shortfall as u32, pinned_count }
+    }
+}

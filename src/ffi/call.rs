@@ -1,0 +1,86 @@
+//! The boundary: what every export does before and after its work.
+//!
+//! No panic leaves it; an error becomes a status and the thread's last message; log messages that
+//! queued meanwhile are delivered once no lock is held. Knows no ids.
+
+use std::cell::RefCell;
+use std::ffi::{CString, c_char};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
+use super::log;
+use super::status::VbarStatus;
+use crate::error::{Error, ErrorCode, Result};
+use crate::process;
+
+thread_local! {
+    static MESSAGE: RefCell<CString> = RefCell::default();
+}
+
+/// Runs the body of an export.
+#[inline]
+pub(super) fn call(body: impl FnOnce() -> Result<()>) -> VbarStatus {
+    // After a fork or at exit a lock may be held by a thread that is gone.
+    let done = process::check().and_then(|()| {
+        catch_unwind(AssertUnwindSafe(body)).unwrap_or_else(|panic| Err(panicked(&*panic)))
+    });
+    let status = match done {
+        Ok(()) => VbarStatus::Ok,
+        Err(error) => failed(&error),
+    };
+    log::deliver();
+    status
+}
+
+#[cold]
+fn panicked(panic: &(dyn std::any::Any + Send)) -> Error {
+    let text = panic.downcast_ref::<&str>().map(|text| (*text).to_owned());
+    let text = text.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_default();
+    Error::new(ErrorCode::Internal, format!("a bug of vbar: {text}"))
+}
+
+#[cold]
+fn failed(error: &Error) -> VbarStatus {
+    // A zero byte can come from a name in a file: it ends the message, nothing else.
+    let text = error.to_string().replace('\0', " ");
+    let text = CString::new(text).unwrap_or_default();
+    // At a thread's end there is nobody left to ask for it.
+    let _ = MESSAGE.try_with(|message| message.replace(text));
+    VbarStatus::from(error.code())
+}
+
+pub(super) fn last_message() -> *const c_char {
+    MESSAGE.try_with(|message| message.borrow().as_ptr()).unwrap_or(c"".as_ptr())
+}
+
+/// An argument is outside what its function allows.
+#[cold]
+pub(super) fn invalid(text: impl Into<String>) -> Error {
+    Error::new(ErrorCode::InvalidArgument, text)
+}
+
+/// An id that names nothing of its kind: never given out, closed, or of another kind.
+#[cold]
+pub(super) fn stale(kind: &str, id: u64) -> Error {
+    let text = match id {
+        0 => format!("no {kind}: the id is 0"),
+        _ => format!("{id:#x} is no {kind}: it was closed, or never given out"),
+    };
+    Error::new(ErrorCode::StaleHandle, text)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::ffi::CStr;
+
+    #[test]
+    fn a_panic_is_a_status_and_a_message() {
+        let status = call(|| panic!("number {}", 7));
+        assert_eq!(status, VbarStatus::Internal);
+        #[expect(unsafe_code, reason = "the message is a C string of this thread")]
+        // SAFETY: the pointer is the thread's message, which lives until the next failure.
+        let message = unsafe { CStr::from_ptr(last_message()) };
+        assert_eq!(message.to_str(), Ok("a bug of vbar: number 7"));
+        assert_eq!(call(|| Ok(())), VbarStatus::Ok);
+    }
+}

@@ -1,0 +1,402 @@
+//! Devices: opening with options, information, budget, waits, streams.
+
+#![expect(unsafe_code, reason = "exported symbols must keep their names")]
+
+use std::ffi::{c_char, c_void};
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::bar::VbarFreed;
+use super::call::{call, invalid, stale};
+use super::status::VbarStatus;
+use super::tag;
+use super::value::{Growing, Out, OutGrowing, Plain, read_growing, read_text};
+use crate::driver::select::{self, Opened, Selection};
+use crate::driver::sim::Sim;
+use crate::error::{Error, ErrorCode, Result};
+use crate::options::{ContextWaits, Eviction, RuntimeOptions};
+use crate::runtime::Runtime;
+use crate::slots::{Handles, Ref};
+use crate::units::{Context, DeviceOrdinal, PageSize, Stream};
+
+/// An open device. Each opening has an id of its own, 0 is none; ids are never used again.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[repr(C)]
+pub struct VbarDevice {
+    /// The id.
+    pub id: u64,
+}
+
+/// A stream: a `CUstream` (or `cudaStream_t`) as a number, `(VbarStream)(uintptr_t)stream`. 0 is
+/// the default stream of the legacy kind, 1 and 2 are `CU_STREAM_LEGACY` and
+/// `CU_STREAM_PER_THREAD`, `VBAR_STREAM_NONE` is none. It must be valid during the call only.
+pub type VbarStream = usize;
+
+/// A headroom of nothing; 0 is the default of 256 MiB.
+pub const VBAR_HEADROOM_NONE: u64 = u64::MAX;
+
+/// How a frame in use gets to its next page.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[repr(u32)]
+pub enum VbarEviction {
+    /// Mapped at its next address at once, behind fences: nobody waits.
+    Aliasing = 0,
+    /// Unmapped first, after its fences: for debugging, a use after the unpin faults.
+    Strict = 1,
+}
+
+/// Whether the library may have a thread of its own.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[repr(u32)]
+pub enum VbarThreads {
+    /// None: pressure of other programs is noticed at the next fault.
+    Off = 0,
+    /// One that notices it at once.
+    On = 1,
+}
+
+/// Whether a call may wait for the whole context when no fence covers a page that must go.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[repr(u32)]
+pub enum VbarContextWaits {
+    /// One wait rather than a refusal.
+    Allowed = 0,
+    /// Refuse with `VBAR_REASON_FENCE_UNKNOWN`.
+    Never = 1,
+}
+
+/// What is behind an evicted page.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[repr(u32)]
+pub enum VbarPoison {
+    /// Nothing: a use faults, and costs the context.
+    Off = 0,
+    /// A frame of a pattern that no weight has: for debugging.
+    On = 1,
+}
+
+/// How to open a device. Zeros are the defaults: set `size` to its sizeof, then what differs.
+#[derive(Clone, Copy)]
+#[repr(C)]
+pub struct VbarDeviceOptions {
+    /// `sizeof(VbarDeviceOptions)`.
+    pub size: usize,
+    /// The driver: "cuda", "cuda:1", "sim", "sim:capacity=8G,seed=7", or "auto", which is a CUDA
+    /// device where there is one, else a simulated one. NULL is what the environment variable
+    /// `VBAR_DRIVER` says, else "cuda".
+    pub driver: *const c_char,
+    /// The device's ordinal in that driver; "cuda:1" has its own.
+    pub ordinal: u32,
+    /// A `VbarThreads`.
+    pub threads: u32,
+    /// Most device memory for frames, in bytes; 0: what is free, less the headroom, followed as it
+    /// changes. On a device that is open: applied as a change unless 0.
+    pub budget_bytes: u64,
+    /// Device memory left free for others, in bytes; 0: 256 MiB. As `budget_bytes` otherwise.
+    pub headroom_bytes: u64,
+    /// Size of pages and frames, a power of two and a multiple of the granularity; 0: 16 MiB.
+    pub page_bytes: u64,
+    /// The `CUcontext` to work in; NULL: the device's primary context.
+    pub context: *mut c_void,
+    /// A `VbarEviction`.
+    pub eviction: u32,
+    /// A `VbarContextWaits`.
+    pub context_waits: u32,
+    /// Longest time that one call waits for anything, in milliseconds, then
+    /// `VBAR_STATUS_TIMED_OUT`; 0: 30,000.
+    pub wait_timeout_ms: u64,
+    /// Page-locked slots between file and device; 0: 4.
+    pub staging_slot_count: u32,
+    /// A `VbarPoison`.
+    pub poison: u32,
+}
+
+// SAFETY: integers and raw pointers; the size first.
+unsafe impl Plain for VbarDeviceOptions {}
+// SAFETY: as above.
+unsafe impl Growing for VbarDeviceOptions {
+    const FIRST_BYTES: usize = std::mem::offset_of!(VbarDeviceOptions, poison) + size_of::<u32>();
+}
+
+/// What a device is.
+#[derive(Clone, Copy)]
+#[repr(C)]
+pub struct VbarDeviceInfo {
+    /// `sizeof(VbarDeviceInfo)`, set by the caller.
+    pub size: usize,
+    /// Ordinal in its driver.
+    pub ordinal: u32,
+    /// 1 for a simulated device, else 0.
+    pub simulated: u32,
+    /// The `CUcontext` that the library works in; make it current for driver calls of your own.
+    pub context: *mut c_void,
+    /// Size of pages and frames, in bytes.
+    pub page_bytes: u64,
+    /// The whole device, in bytes.
+    pub total_bytes: u64,
+    /// The device's name, cut off at 255 bytes.
+    pub name: [c_char; 256],
+    /// The driver and why it was chosen, cut off at 255 bytes.
+    pub driver: [c_char; 256],
+}
+
+// SAFETY: integers, a raw pointer and arrays of integers; the size first.
+unsafe impl Plain for VbarDeviceInfo {}
+// SAFETY: as above.
+unsafe impl Growing for VbarDeviceInfo {
+    const FIRST_BYTES: usize =
+        std::mem::offset_of!(VbarDeviceInfo, driver) + size_of::<[c_char; 256]>();
+}
+
+// SAFETY: integers.
+unsafe impl Plain for VbarDevice {}
+// SAFETY: an integer.
+unsafe impl Plain for u64 {}
+
+pub(super) struct DeviceEntry {
+    pub(super) runtime: Runtime,
+    pub(super) sim: Option<Arc<Sim>>,
+    how: String,
+}
+
+static DEVICES: Handles<DeviceEntry> = Handles::new(tag::DEVICE, 16);
+
+/// The device that an id names.
+///
+/// # Errors
+/// `StaleHandle`.
+pub(super) fn find(device: VbarDevice) -> Result<Ref<DeviceEntry>> {
+    DEVICES.get(device.id).ok_or_else(|| stale("device", device.id))
+}
+
+/// Opens a device; `options` may be NULL. Opening it again gives another id of the same runtime:
+/// driver, context and page size must match, budget, headroom, wait time-out and threads given
+/// again are applied as changes. Each id is closed by itself. Thread-safe.
+///
+/// # Safety
+/// `options` is NULL or points to as many bytes as its size field says; `device` is NULL or can be
+/// written to.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vbar_device_open(
+    options: *const VbarDeviceOptions,
+    device: *mut VbarDevice,
+) -> VbarStatus {
+    call(|| {
+        let out = Out::new(device)?;
+        let options = read_growing(options)?;
+        let entry = open(&options)?;
+        let id = DEVICES.insert(entry).map_err(|_| too_many("devices"))?;
+        out.write(VbarDevice { id });
+        Ok(())
+    })
+}
+
+fn open(options: &VbarDeviceOptions) -> Result<DeviceEntry> {
+    let selection = selection(read_text(options.driver)?)?;
+    let ordinal = DeviceOrdinal(options.ordinal);
+    let runtime_options = runtime_options(options)?;
+    let Opened { driver, device, sim, how, .. } = select::open_shared(&selection)?;
+    if device.0 != 0 && ordinal.0 != 0 && device != ordinal {
+        let text = format!("the driver's name says device {device}, the ordinal {ordinal}");
+        return Err(invalid(text));
+    }
+    let device = device.max(ordinal);
+    let runtime = Runtime::open(driver, device, runtime_options)?;
+    Ok(DeviceEntry { runtime, sim, how })
+}
+
+/// A program that names no driver wants a GPU: the simulated device is never a silent substitute.
+fn selection(driver: Option<&str>) -> Result<Selection> {
+    match driver {
+        Some(text) => Selection::parse(text),
+        None => select::from_environment().unwrap_or(Ok(Selection::Cuda(DeviceOrdinal(0)))),
+    }
+}
+
+fn runtime_options(options: &VbarDeviceOptions) -> Result<RuntimeOptions> {
+    let defaults = RuntimeOptions::default();
+    let page_size = match options.page_bytes {
+        0 => defaults.page_size,
+        bytes => PageSize::new(bytes).ok_or_else(|| {
+            invalid(format!("pages of {bytes} bytes: a power of two from 4 KiB to 1 TiB is needed"))
+        })?,
+    };
+    let headroom_bytes = match options.headroom_bytes {
+        0 => None,
+        VBAR_HEADROOM_NONE => Some(0),
+        bytes => Some(bytes),
+    };
+    let given = |count: u64| (count != 0).then_some(count);
+    Ok(RuntimeOptions {
+        budget_bytes: given(options.budget_bytes),
+        headroom_bytes,
+        page_size,
+        context: (!options.context.is_null()).then(|| Context(options.context.expose_provenance())),
+        eviction: choice("eviction", options.eviction, [Eviction::Aliasing, Eviction::Strict])?,
+        context_waits: choice(
+            "context_waits",
+            options.context_waits,
+            [ContextWaits::Allowed, ContextWaits::Never],
+        )?,
+        wait_timeout: given(options.wait_timeout_ms)
+            .map_or(defaults.wait_timeout, Duration::from_millis),
+        staging_slot_count: match options.staging_slot_count {
+            0 => defaults.staging_slot_count,
+            count => count as usize,
+        },
+        ..defaults
+    })
+}
+
+/// One of two, by number.
+pub(super) fn choice<T>(name: &str, number: u32, [zero, one]: [T; 2]) -> Result<T> {
+    match number {
+        0 => Ok(zero),
+        1 => Ok(one),
+        _ => Err(invalid(format!("{name} is {number}: 0 or 1 is expected"))),
+    }
+}
+
+#[cold]
+pub(super) fn too_many(kind: &str) -> Error {
+    Error::new(ErrorCode::Internal, format!("16.7 million {kind} are open: that is all there are"))
+}
+
+/// Closes a device id. What was made with it lives on; the runtime goes with its last id, VBAR and
+/// model. Thread-safe; calls under way on other threads finish.
+#[unsafe(no_mangle)]
+pub extern "C" fn vbar_device_close(device: VbarDevice) -> VbarStatus {
+    call(|| match DEVICES.close(device.id) {
+        true => Ok(()),
+        false => Err(stale("device", device.id)),
+    })
+}
+
+/// Tells what a device is. Thread-safe.
+///
+/// # Safety
+/// `info` is NULL or points to as many bytes as its size field says.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vbar_device_info(
+    device: VbarDevice,
+    info: *mut VbarDeviceInfo,
+) -> VbarStatus {
+    call(|| {
+        let out = OutGrowing::new(info)?;
+        let entry = find(device)?;
+        let below = entry.runtime.device();
+        out.write(VbarDeviceInfo {
+            size: 0,
+            ordinal: below.ordinal.0,
+            simulated: u32::from(entry.sim.is_some()),
+            context: std::ptr::with_exposed_provenance_mut(below.context.0),
+            page_bytes: entry.runtime.page_size().bytes(),
+            total_bytes: below.driver.device_total_mem(below.ordinal)?,
+            name: fixed_text(&below.driver.device_get_name(below.ordinal)?),
+            driver: fixed_text(&entry.how),
+        });
+        Ok(())
+    })
+}
+
+/// A text cut off to fit, and its closing zero.
+fn fixed_text(text: &str) -> [c_char; 256] {
+    let mut fixed = [0; 256];
+    let cut = text.floor_char_boundary(fixed.len() - 1);
+    for (place, byte) in fixed.iter_mut().zip(text[..cut].bytes()) {
+        *place = byte as c_char;
+    }
+    fixed
+}
+
+/// Sets the explicit budget in bytes, 0 for an automatic one, and gives back at once what it no
+/// longer covers, as far as pins and fences allow. The budget is set also when that fails.
+/// Thread-safe.
+#[unsafe(no_mangle)]
+pub extern "C" fn vbar_device_set_budget(device: VbarDevice, bytes: u64) -> VbarStatus {
+    call(|| find(device)?.runtime.set_budget((bytes != 0).then_some(bytes)))
+}
+
+/// Sets the headroom in bytes (0 is none here); as `vbar_device_set_budget`. Thread-safe.
+#[unsafe(no_mangle)]
+pub extern "C" fn vbar_device_set_headroom(device: VbarDevice, bytes: u64) -> VbarStatus {
+    call(|| find(device)?.runtime.set_headroom(bytes))
+}
+
+/// Tells the explicit budget, 0 if there is none, and the headroom, as they were set, in bytes.
+/// What may be held now is in `vbar_device_statistics`. Thread-safe.
+///
+/// # Safety
+/// Both outputs are NULL or can be written to.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vbar_device_budget(
+    device: VbarDevice,
+    budget_bytes: *mut u64,
+    headroom_bytes: *mut u64,
+) -> VbarStatus {
+    call(|| {
+        let outputs = (Out::new(budget_bytes)?, Out::new(headroom_bytes)?);
+        let (budget, headroom) = find(device)?.runtime.budget_settings();
+        outputs.0.write(budget.unwrap_or(0));
+        outputs.1.write(headroom);
+        Ok(())
+    })
+}
+
+/// Notices pressure now, as the next miss would. Thread-safe.
+#[unsafe(no_mangle)]
+pub extern "C" fn vbar_device_refresh(device: VbarDevice) -> VbarStatus {
+    call(|| find(device)?.runtime.refresh())
+}
+
+/// Gives frames that no page has back to the driver until at most `keep_bytes` are held, and tells
+/// the bytes given back. Thread-safe.
+///
+/// # Safety
+/// `freed_bytes` is NULL or can be written to.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vbar_device_trim(
+    device: VbarDevice,
+    keep_bytes: u64,
+    freed_bytes: *mut u64,
+) -> VbarStatus {
+    call(|| {
+        let out = Out::new(freed_bytes)?;
+        out.write(find(device)?.runtime.trim(keep_bytes)?);
+        Ok(())
+    })
+}
+
+/// Gives memory of all VBARs back to the driver, lowest rank first; as `vbar_bar_free_memory`.
+/// Thread-safe.
+///
+/// # Safety
+/// `freed` is NULL or can be written to.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vbar_device_free_memory(
+    device: VbarDevice,
+    bytes: u64,
+    freed: *mut VbarFreed,
+) -> VbarStatus {
+    call(|| {
+        let out = Out::new(freed)?;
+        out.write(find(device)?.runtime.free_memory(bytes)?.into());
+        Ok(())
+    })
+}
+
+/// Ends every wait that is under way on the device with `VBAR_STATUS_CANCELLED`; later ones are not
+/// touched. Thread-safe; for another thread than the one that waits.
+#[unsafe(no_mangle)]
+pub extern "C" fn vbar_device_cancel_waits(device: VbarDevice) -> VbarStatus {
+    call(|| {
+        find(device)?.runtime.cancel_waits();
+        Ok(())
+    })
+}
+
+/// Tells the library that a stream is about to be destroyed; it must still be valid. Thread-safe.
+#[unsafe(no_mangle)]
+pub extern "C" fn vbar_stream_retire(device: VbarDevice, stream: VbarStream) -> VbarStatus {
+    call(|| find(device)?.runtime.retire_stream(Stream(stream)))
+}

@@ -1,0 +1,194 @@
+//! Numbers of a device, in one struct that grows.
+
+#![expect(unsafe_code, reason = "exported symbols must keep their names")]
+
+use super::call::call;
+use super::device::{self, VbarDevice};
+use super::fault::VbarReason;
+use super::status::VbarStatus;
+use super::value::{Growing, OutGrowing, Plain};
+use crate::memory::budget::BudgetSource;
+use crate::outcome::WaitKind;
+use crate::runtime::Statistics;
+
+/// What determines the budget now.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[repr(u32)]
+pub enum VbarBudgetSource {
+    /// The explicit limit.
+    Limit = 1,
+    /// What is free, less the headroom.
+    DriverFree = 2,
+    /// The driver refused memory that it had called free.
+    DriverRefused = 3,
+    /// Another program took memory.
+    Shrunk = 4,
+}
+
+/// What the CPU waited for: an index of `VbarStatistics::waits`.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[repr(u32)]
+pub enum VbarWaitKind {
+    /// Another thread's driver calls on the same page.
+    Claim = 0,
+    /// A page-locked slot whose last copy is not done.
+    Staging = 1,
+    /// A victim's fences, where aliasing is off.
+    Frame = 2,
+    /// The page's own old mapping.
+    OldMapping = 3,
+    /// A fence, for a caller that gave no stream.
+    Ready = 4,
+    /// Fences of pages that are to be given back.
+    Release = 5,
+    /// The whole context.
+    Context = 6,
+}
+
+/// Waits of one kind.
+#[derive(Clone, Copy, Default)]
+#[repr(C)]
+pub struct VbarWaitCount {
+    /// How often.
+    pub count: u64,
+    /// Their time together, in nanoseconds.
+    pub nanos: u64,
+}
+
+/// Numbers of a device. Those of memory were taken together; counts only ever grow.
+#[derive(Clone, Copy)]
+#[repr(C)]
+pub struct VbarStatistics {
+    /// `sizeof(VbarStatistics)`, set by the caller.
+    pub size: usize,
+    /// Bytes of all frames held.
+    pub used_bytes: u64,
+    /// The most that `used_bytes` was.
+    pub peak_bytes: u64,
+    /// Bytes of frames that no page has.
+    pub free_bytes: u64,
+    /// Bytes of frames lost to a failed undo, counted in `used_bytes`.
+    pub quarantined_bytes: u64,
+    /// What may be held.
+    pub budget_bytes: u64,
+    /// A `VbarBudgetSource`.
+    pub budget_source: u32,
+    /// VBARs open.
+    pub bar_count: u32,
+    /// VBARs closed that still have pages.
+    pub closing_bar_count: u32,
+    /// Mappings that outlast their pages.
+    pub lingering_count: u32,
+    /// Pages that have a frame.
+    pub resident_page_count: u64,
+    /// Pages whose addresses are lost.
+    pub quarantined_page_count: u64,
+    /// Page-locked host bytes held.
+    pub locked_bytes: u64,
+    /// Faults that found every page resident.
+    pub hit_count: u64,
+    /// Faults that had to map or fill a page.
+    pub miss_count: u64,
+    /// Pages that got a frame.
+    pub mapped_page_count: u64,
+    /// Pages that lost their frame.
+    pub evicted_page_count: u64,
+    /// Of those, pages whose frame was at its next page before its users had passed.
+    pub aliased_page_count: u64,
+    /// Bytes copied to the device by fills.
+    pub filled_bytes: u64,
+    /// Driver calls tried again after a transient code.
+    pub driver_retry_count: u64,
+    /// Refusals by `VbarReason`.
+    pub refusal_count: [u64; 32],
+    /// Waits of the CPU by `VbarWaitKind`.
+    pub waits: [VbarWaitCount; 16],
+}
+
+// SAFETY: integers and arrays of them; the size first.
+unsafe impl Plain for VbarStatistics {}
+// SAFETY: as above.
+unsafe impl Growing for VbarStatistics {
+    const FIRST_BYTES: usize =
+        std::mem::offset_of!(VbarStatistics, waits) + size_of::<[VbarWaitCount; 16]>();
+}
+
+/// Tells everything that is counted. Thread-safe; the numbers are consistent while others work.
+///
+/// # Safety
+/// `statistics` is NULL or points to as many bytes as its size field says.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vbar_device_statistics(
+    device: VbarDevice,
+    statistics: *mut VbarStatistics,
+) -> VbarStatus {
+    call(|| {
+        let out = OutGrowing::new(statistics)?;
+        out.write(VbarStatistics::from(device::find(device)?.runtime.statistics()));
+        Ok(())
+    })
+}
+
+impl From<Statistics> for VbarStatistics {
+    fn from(from: Statistics) -> Self {
+        let memory = from.memory;
+        let mut refusal_count = [0; 32];
+        for (reason, count) in from.refusals {
+            refusal_count[VbarReason::from(reason) as usize] = count;
+        }
+        let mut waits = [VbarWaitCount::default(); 16];
+        for (kind, wait) in from.waits {
+            let nanos = u64::try_from(wait.total.as_nanos()).unwrap_or(u64::MAX);
+            waits[VbarWaitKind::from(kind) as usize] = VbarWaitCount { count: wait.count, nanos };
+        }
+        Self {
+            size: 0,
+            used_bytes: memory.used_bytes,
+            peak_bytes: memory.peak_bytes,
+            free_bytes: memory.free_bytes,
+            quarantined_bytes: memory.quarantined_bytes,
+            budget_bytes: memory.budget_bytes,
+            budget_source: VbarBudgetSource::from(memory.budget_source) as u32,
+            bar_count: memory.bars,
+            closing_bar_count: memory.closing_bars,
+            lingering_count: u32::try_from(memory.lingering_mappings).unwrap_or(u32::MAX),
+            resident_page_count: memory.resident_pages,
+            quarantined_page_count: memory.quarantined_pages,
+            locked_bytes: from.locked_bytes,
+            hit_count: from.hits,
+            miss_count: from.misses,
+            mapped_page_count: from.pages_mapped,
+            evicted_page_count: from.pages_evicted,
+            aliased_page_count: from.pages_aliased,
+            filled_bytes: from.bytes_filled,
+            driver_retry_count: from.driver_retries,
+            refusal_count,
+            waits,
+        }
+    }
+}
+
+impl From<BudgetSource> for VbarBudgetSource {
+    fn from(source: BudgetSource) -> Self {
+        match source {
+            BudgetSource::Limit => Self::Limit,
+            BudgetSource::DriverFree => Self::DriverFree,
+            BudgetSource::DriverRefused => Self::DriverRefused,
+            BudgetSource::Shrunk => Self::Shrunk,
+        }
+    }
+}
+
+impl From<WaitKind> for VbarWaitKind {
+    fn from(kind: WaitKind) -> Self {
+        match kind {
+            WaitKind::Claim => Self::Claim,
+            WaitKind::Staging => Self::Staging,
+            WaitKind::Frame => Self::Frame,
+            WaitKind::OldMapping => Self::OldMapping,
+            WaitKind::Ready => Self::Ready,
+            WaitKind::Release => Self::Release,
+            WaitKind::Context => Self::Context,
+        }
+    }
+}
