@@ -935,6 +935,16 @@ typedef struct VbarPage {
 } VbarPage;
 
 /*
+ A piece of a VBAR whose bytes the program writes itself. 0 is none.
+ */
+typedef struct VbarAllocation {
+  /*
+   The id.
+   */
+  uint64_t id;
+} VbarAllocation;
+
+/*
  Pins of one fault, given back once. 0 is none; ids are never used again.
  */
 typedef struct VbarToken {
@@ -993,16 +1003,6 @@ typedef struct VbarRange {
    */
   uint64_t bytes;
 } VbarRange;
-
-/*
- A piece of a VBAR whose bytes the program writes itself. 0 is none.
- */
-typedef struct VbarAllocation {
-  /*
-   The id.
-   */
-  uint64_t id;
-} VbarAllocation;
 
 /*
  A safetensors model, bound to a VBAR of its own. 0 is none; ids are never used again.
@@ -1425,50 +1425,6 @@ VbarStatus vbar_bar_residency(struct VbarBar bar,
                               struct VbarPage *pages);
 
 /*
- Makes bytes of a VBAR resident for work on `stream`, and pins them. On a bound VBAR they are the
- file's; on another they are what was last written while `signature` stays the same. A hit makes
- no driver call that waits and takes no lock. Thread-safe.
- `fault` is NULL or can be written to.
- */
-VbarStatus vbar_bar_fault(struct VbarBar bar,
-                          uint64_t offset,
-                          uint64_t bytes,
-                          VbarStream stream,
-                          struct VbarFault *fault);
-
-/*
- Makes several ranges of VBARs of one device resident, each with a token of its own, or none of
- them: then every element of `faults` says the same reason. Thread-safe.
- Both arrays have `count` elements.
- */
-VbarStatus vbar_device_fault_many(struct VbarDevice device,
-                                  const struct VbarRange *ranges,
-                                  size_t count,
-                                  VbarStream stream,
-                                  struct VbarFault *faults);
-
-/*
- Gives the pins of a token back, once. `stream` is the one that it was faulted for, which lives
- still; all work that uses the bytes was enqueued on it before, and they stay until that is done.
- `VBAR_STREAM_NONE` where that stream was destroyed meanwhile: the pages are evicted last. Another
- stream is one that used them too. The pins are given back also when a status says that recording
- the use failed. A token that was to be committed asks for a refill again. Thread-safe.
- */
-VbarStatus vbar_token_unpin(struct VbarToken token, VbarStream stream);
-
-/*
- Remembers that another stream uses the bytes too; call it after that work was enqueued.
- Thread-safe.
- */
-VbarStatus vbar_token_also_used_on(struct VbarToken token, VbarStream stream);
-
-/*
- Declares that everything that writes an allocation's bytes was enqueued on `stream`
- (`VBAR_STREAM_NONE`: they are in place). The token keeps its pins. Thread-safe.
- */
-VbarStatus vbar_token_commit(struct VbarToken token, VbarStream stream);
-
-/*
  Takes the next `bytes` of a VBAR that is not bound, 512-byte aligned, for bytes that the program
  writes itself. They end with the VBAR. Thread-safe.
  `allocation` is NULL or can be written to.
@@ -1509,9 +1465,53 @@ VbarStatus vbar_allocation_fault_wait(struct VbarAllocation allocation,
 VbarStatus vbar_allocation_invalidate(struct VbarAllocation allocation);
 
 /*
+ Makes bytes of a VBAR resident for work on `stream`, and pins them. On a bound VBAR they are the
+ file's; on another they are what was last written while `signature` stays the same. A hit makes
+ no driver call that waits and takes no lock. Thread-safe.
+ `fault` is NULL or can be written to.
+ */
+VbarStatus vbar_bar_fault(struct VbarBar bar,
+                          uint64_t offset,
+                          uint64_t bytes,
+                          VbarStream stream,
+                          struct VbarFault *fault);
+
+/*
+ Makes several ranges of VBARs of one device resident, each with a token of its own, or none of
+ them: then every element of `faults` says the same reason. Thread-safe.
+ Both arrays have `count` elements.
+ */
+VbarStatus vbar_device_fault_many(struct VbarDevice device,
+                                  const struct VbarRange *ranges,
+                                  size_t count,
+                                  VbarStream stream,
+                                  struct VbarFault *faults);
+
+/*
  A short word for a reason, as a string of static life time. Thread-safe.
  */
 const char *vbar_reason_text(uint32_t reason);
+
+/*
+ Gives the pins of a token back, once. `stream` is the one that it was faulted for, which lives
+ still; all work that uses the bytes was enqueued on it before, and they stay until that is done.
+ `VBAR_STREAM_NONE` where that stream was destroyed meanwhile: then the pages go last. Another
+ stream is one that used them too. The pins are given back also when a status says that recording
+ the use failed. A token that was to be committed asks for a refill again. Thread-safe.
+ */
+VbarStatus vbar_token_unpin(struct VbarToken token, VbarStream stream);
+
+/*
+ Remembers that another stream uses the bytes too; call it after that work was enqueued.
+ Thread-safe.
+ */
+VbarStatus vbar_token_also_used_on(struct VbarToken token, VbarStream stream);
+
+/*
+ Declares that everything that writes an allocation's bytes was enqueued on `stream`
+ (`VBAR_STREAM_NONE`: they are in place). The token keeps its pins. Thread-safe.
+ */
+VbarStatus vbar_token_commit(struct VbarToken token, VbarStream stream);
 
 /*
  Opens a safetensors model (a file, a sharded model's index, or a folder) and binds it to a VBAR

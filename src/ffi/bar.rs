@@ -6,9 +6,9 @@ use std::ffi::c_char;
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::Arc;
 
+use super::allocation;
 use super::call::{call, invalid, stale};
 use super::device::{self, VbarDevice, VbarStream, choice};
-use super::fault;
 use super::status::VbarStatus;
 use super::tag;
 use super::value::{Growing, Out, OutArray, OutGrowing, Plain, byte_range, read_array, read_path};
@@ -224,7 +224,7 @@ pub(super) fn close(bar: VbarBar, owner: Owner) -> Result<Vbar> {
     if !BARS.close(bar.id) {
         return Err(stale("VBAR", bar.id));
     }
-    fault::forget_allocations(&entry.allocations);
+    allocation::forget_allocations(&entry.allocations);
     Ok(entry.vbar.clone())
 }
 

@@ -7,10 +7,11 @@
 //!
 //! ```text
 //! call     the boundary: panics, statuses, messages       value    structs, texts, pointers
-//! device -> bar -> fault (tokens)                         status   numbers and their texts
+//! device -> bar -> allocation -> fault -> token           status   numbers and their texts
 //!        -> model                   log   messages        sim      the simulated device
 //! ```
 
+pub mod allocation;
 pub mod bar;
 mod call;
 pub mod device;
@@ -20,6 +21,7 @@ pub mod model;
 pub mod sim;
 pub mod statistics;
 pub mod status;
+pub mod token;
 mod value;
 
 pub use status::{VBAR_ABI_VERSION, VbarStatus};

@@ -8,9 +8,10 @@ use std::path::Path;
 use super::bar::{self, Owner, VbarBar};
 use super::call::{call, invalid, stale};
 use super::device::{self, VbarDevice, VbarStream};
-use super::fault::{self, Bytes, Source, VbarFault};
+use super::fault::{self, VbarFault};
 use super::status::VbarStatus;
 use super::tag;
+use super::token::{self, Bytes, Source};
 use super::value::{Growing, Out, OutGrowing, Plain, read_path, read_text};
 use crate::error::{Error, ErrorCode, Result};
 use crate::host::model_files::{Model, ModelTensor};
@@ -337,7 +338,7 @@ pub unsafe extern "C" fn vbar_model_fault(
                 return Ok(());
             }
         };
-        out.write(fault::hand_out(Source::Model(entry), hold, Bytes::Valid, told)?);
+        out.write(token::hand_out(Source::Model(entry), hold, Bytes::Valid, told)?);
         Ok(())
     })
 }

@@ -17,7 +17,17 @@ pub(crate) const HEADERS: &[Header] = &[
     Header {
         name: "vbar.h",
         about: "vbar: a CUDA virtual-memory allocator. The C ABI.",
-        sources: &["status", "log", "device", "bar", "fault", "model", "statistics"],
+        sources: &[
+            "status",
+            "log",
+            "device",
+            "bar",
+            "allocation",
+            "fault",
+            "token",
+            "model",
+            "statistics",
+        ],
         includes: &[],
         constants: "
 /*

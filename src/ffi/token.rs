@@ -1,0 +1,178 @@
+//! Tokens: pins of a fault, given back once.
+//!
+//! A token keeps what it was faulted from alive, and comes out of the table once, so a second unpin
+//! takes nobody's pin. Putting and taking touch a slot that the thread caches: no lock, no
+//! allocation.
+
+#![expect(unsafe_code, reason = "exported symbols must keep their names")]
+
+use std::cell::RefCell;
+
+use super::allocation::AllocationEntry;
+use super::bar::BarEntry;
+use super::call::{call, invalid};
+use super::device::VbarStream;
+use super::fault::VbarFault;
+use super::model::ModelEntry;
+use super::status::VbarStatus;
+use super::tag;
+use super::value::Plain;
+use crate::error::{Error, ErrorCode, Result};
+use crate::memory::pager::Hold;
+use crate::slots::{Ref, SlotCache, Tokens};
+use crate::units::Stream;
+
+/// Pins of one fault, given back once. 0 is none; ids are never used again.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[repr(C)]
+pub struct VbarToken {
+    /// The id.
+    pub id: u64,
+}
+
+// SAFETY: integers.
+unsafe impl Plain for VbarToken {}
+
+/// What a token's pages belong to.
+pub(super) enum Source {
+    Bar(Ref<BarEntry>),
+    Model(Ref<ModelEntry>),
+    Allocation(Ref<AllocationEntry>),
+}
+
+/// Whether the token's holder is to write the bytes.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum Bytes {
+    Valid,
+    ToWrite,
+}
+
+pub(super) struct Held {
+    source: Source,
+    hold: Hold,
+    bytes: Bytes,
+}
+
+static TOKENS: Tokens<Held> = Tokens::new(tag::TOKEN);
+
+thread_local! {
+    static CACHE: RefCell<ThreadCache> = RefCell::default();
+}
+
+/// The thread's free slots of `TOKENS`, given back when it ends.
+#[derive(Default)]
+struct ThreadCache(SlotCache);
+
+impl Drop for ThreadCache {
+    fn drop(&mut self) {
+        TOKENS.give_back(&mut self.0, usize::MAX);
+    }
+}
+
+/// With the thread's cache, or one for this call at a thread's end.
+#[inline]
+fn with_cache<R>(mut work: impl FnMut(&mut SlotCache) -> R) -> R {
+    let cached = CACHE.try_with(|cache| work(&mut cache.borrow_mut().0));
+    cached.unwrap_or_else(|_| work(&mut ThreadCache::default().0))
+}
+
+/// Puts pins under a token. With no token left they are given back.
+///
+/// # Errors
+/// `TooManyPins`.
+#[inline]
+pub(super) fn hand_out(
+    source: Source,
+    hold: Hold,
+    bytes: Bytes,
+    fault: VbarFault,
+) -> Result<VbarFault> {
+    let mut held = Some(Held { source, hold, bytes });
+    let put = with_cache(|cache| match held.take().map(|value| TOKENS.put(cache, value)) {
+        Some(Ok(id)) => Some(id),
+        Some(Err(value)) => {
+            held = Some(value);
+            None
+        }
+        None => None,
+    });
+    if let Some(id) = put {
+        return Ok(VbarFault { token: VbarToken { id }, ..fault });
+    }
+    held.map_or(Ok(()), |held| held.unpin(Stream::NONE))?;
+    Err(Error::new(ErrorCode::TooManyPins, "16.7 million tokens are held"))
+}
+
+pub(super) fn take(token: VbarToken) -> Result<Held> {
+    with_cache(|cache| TOKENS.take(cache, token.id)).ok_or_else(|| spent(token))
+}
+
+impl Held {
+    #[inline]
+    pub(super) fn unpin(self, stream: Stream) -> Result<()> {
+        let Self { source, hold, bytes } = self;
+        match source {
+            Source::Bar(entry) => entry.vbar.unpin_hold(hold, stream),
+            Source::Model(entry) => entry.bar.vbar().unpin_hold(hold, stream),
+            Source::Allocation(entry) => match bytes {
+                Bytes::Valid => entry.allocation.unpin_hold(hold, stream),
+                Bytes::ToWrite => entry.allocation.abandon(hold, stream),
+            },
+        }
+    }
+
+    fn used_on(&self, stream: Stream) -> Result<()> {
+        match &self.source {
+            Source::Bar(entry) => entry.vbar.hold_used_on(&self.hold, stream),
+            Source::Model(entry) => entry.bar.vbar().hold_used_on(&self.hold, stream),
+            Source::Allocation(entry) => entry.allocation.hold_used_on(&self.hold, stream),
+        }
+    }
+
+    fn commit(&mut self, stream: Stream) -> Result<()> {
+        match (&self.source, self.bytes) {
+            (Source::Allocation(entry), Bytes::ToWrite) => {
+                entry.allocation.commit_hold(&self.hold, stream)?;
+                self.bytes = Bytes::Valid;
+                Ok(())
+            }
+            _ => Err(invalid("the token is of no fault that asked for a refill")),
+        }
+    }
+}
+
+/// Gives the pins of a token back, once. `stream` is the one that it was faulted for, which lives
+/// still; all work that uses the bytes was enqueued on it before, and they stay until that is done.
+/// `VBAR_STREAM_NONE` where that stream was destroyed meanwhile: then the pages go last. Another
+/// stream is one that used them too. The pins are given back also when a status says that recording
+/// the use failed. A token that was to be committed asks for a refill again. Thread-safe.
+#[unsafe(no_mangle)]
+pub extern "C" fn vbar_token_unpin(token: VbarToken, stream: VbarStream) -> VbarStatus {
+    call(|| take(token)?.unpin(Stream(stream)))
+}
+
+/// Remembers that another stream uses the bytes too; call it after that work was enqueued.
+/// Thread-safe.
+#[unsafe(no_mangle)]
+pub extern "C" fn vbar_token_also_used_on(token: VbarToken, stream: VbarStream) -> VbarStatus {
+    call(|| {
+        let used = TOKENS.with(token.id, |held| held.used_on(Stream(stream)));
+        used.unwrap_or_else(|| Err(spent(token)))
+    })
+}
+
+/// Declares that everything that writes an allocation's bytes was enqueued on `stream`
+/// (`VBAR_STREAM_NONE`: they are in place). The token keeps its pins. Thread-safe.
+#[unsafe(no_mangle)]
+pub extern "C" fn vbar_token_commit(token: VbarToken, stream: VbarStream) -> VbarStatus {
+    call(|| {
+        let committed = TOKENS.with(token.id, |held| held.commit(Stream(stream)));
+        committed.unwrap_or_else(|| Err(spent(token)))
+    })
+}
+
+#[cold]
+fn spent(token: VbarToken) -> Error {
+    let text = format!("token {:#x} holds no pins: given back, or never given out", token.id);
+    Error::new(ErrorCode::StaleToken, text)
+}
