@@ -10,7 +10,7 @@ use std::time::Duration;
 use crate::outcome::{Reason, WaitKind};
 
 /// Cells that belong to one thread each, the first threads of the process.
-const OWNED: usize = 64;
+pub(crate) const OWNED: usize = 64;
 /// Cells that all later threads share.
 const SHARED: usize = 64;
 
@@ -50,7 +50,8 @@ impl Sharded {
     }
 }
 
-/// A small number of the calling thread, less than `OWNED + SHARED`; what threads are spread by.
+/// A small number of the calling thread, what threads are spread by: of its own below `OWNED`, for
+/// as long as the process lives; shared with others from there on.
 #[inline]
 pub(crate) fn thread_index() -> usize {
     static NEXT: AtomicUsize = AtomicUsize::new(0);

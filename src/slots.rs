@@ -11,11 +11,12 @@
 //!
 //! A slot whose generations are used up is not used again. Knows nothing of what is stored.
 
+mod barrier;
 mod handles;
 mod tokens;
 
-pub use handles::{Handles, Ref};
-pub use tokens::{SlotCache, Tokens};
+pub use handles::{Handles, Ref, Spread};
+pub use tokens::{FreeSlot, SlotCache, Tokens};
 
 /// Slots of one table: 16.7 million.
 const SLOTS_MAX: u32 = 1 << SLOT_BITS;

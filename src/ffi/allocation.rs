@@ -8,11 +8,11 @@ use super::device::{self, VbarStream};
 use super::fault::{VbarFault, VbarOutcome};
 use super::status::VbarStatus;
 use super::tag;
-use super::token::{self, Bytes, Source};
+use super::token::{Bytes, Reserved, Source};
 use super::value::{Out, Plain};
 use crate::error::Result;
 use crate::runtime::{Allocation, AllocationFault};
-use crate::slots::{Handles, Ref};
+use crate::slots::{Handles, Ref, Spread};
 use crate::sync::Mutex;
 use crate::units::Stream;
 
@@ -31,7 +31,7 @@ pub(super) struct AllocationEntry {
     pub(super) allocation: Allocation,
 }
 
-static ALLOCATIONS: Handles<AllocationEntry> = Handles::new(tag::ALLOCATION, 1);
+static ALLOCATIONS: Handles<AllocationEntry> = Handles::new(tag::ALLOCATION, Spread::One);
 
 /// Takes the next `bytes` of a VBAR that is not bound, 512-byte aligned, for bytes that the program
 /// writes itself. They end with the VBAR. Thread-safe.
@@ -129,6 +129,7 @@ fn fault_allocation(
 ) -> Result<()> {
     let out = Out::new(fault)?;
     let entry = find(allocation)?;
+    let reserved = Reserved::take()?;
     let (told, hold, bytes) = match serve(&entry.allocation)? {
         AllocationFault::Resident(guard) => {
             (VbarFault::of(&guard, VbarOutcome::Resident), guard.into_hold(), Bytes::Valid)
@@ -145,7 +146,8 @@ fn fault_allocation(
             return Ok(());
         }
     };
-    out.write(token::hand_out(Source::Allocation(entry), hold, bytes, told)?);
+    let token = reserved.hand_out(Source::Allocation(entry), hold, bytes);
+    out.write(VbarFault { token, ..told });
     Ok(())
 }
 

@@ -18,7 +18,7 @@ use crate::memory::page_table::PageState;
 use crate::memory::pager::{Freed, HeldPins, Residency, Shortfall};
 use crate::model::binding::Binding;
 use crate::runtime::Vbar;
-use crate::slots::{Handles, Ref};
+use crate::slots::{Handles, Ref, Spread};
 use crate::sync::Mutex;
 use crate::units::Stream;
 
@@ -191,7 +191,7 @@ pub(super) struct BarEntry {
     pub(super) allocations: Mutex<Vec<u64>>,
 }
 
-static BARS: Handles<BarEntry> = Handles::new(tag::BAR, 16);
+static BARS: Handles<BarEntry> = Handles::new(tag::BAR, Spread::Threads);
 
 /// The VBAR that an id names.
 ///

@@ -17,16 +17,15 @@ thread_local! {
 }
 
 /// Runs the body of an export.
-#[inline]
+#[inline(always)]
 pub(super) fn call(body: impl FnOnce() -> Result<()>) -> VbarStatus {
-    // After a fork or at exit a lock may be held by a thread that is gone.
-    let done = process::check().and_then(|()| {
-        catch_unwind(AssertUnwindSafe(body)).unwrap_or_else(|panic| Err(panicked(&*panic)))
-    });
-    let status = match done {
+    // The status is made inside, so that a hit carries no result through memory.
+    let guarded = || match process::check().and_then(|()| body()) {
         Ok(()) => VbarStatus::Ok,
         Err(error) => failed(&error),
     };
+    let status = catch_unwind(AssertUnwindSafe(guarded));
+    let status = status.unwrap_or_else(|panic| failed(&panicked(&*panic)));
     log::deliver();
     status
 }

@@ -16,7 +16,7 @@ use crate::driver::sim::Sim;
 use crate::error::{Error, ErrorCode, Result};
 use crate::options::{ContextWaits, Eviction, RuntimeOptions};
 use crate::runtime::Runtime;
-use crate::slots::{Handles, Ref};
+use crate::slots::{Handles, Ref, Spread};
 use crate::units::{Context, DeviceOrdinal, PageSize, Stream};
 
 /// An open device. Each opening has an id of its own, 0 is none; ids are never used again.
@@ -159,7 +159,7 @@ pub(super) struct DeviceEntry {
     how: String,
 }
 
-static DEVICES: Handles<DeviceEntry> = Handles::new(tag::DEVICE, 16);
+static DEVICES: Handles<DeviceEntry> = Handles::new(tag::DEVICE, Spread::Threads);
 
 /// The device that an id names.
 ///

@@ -3,19 +3,20 @@
 #![expect(unsafe_code, reason = "exported symbols must keep their names")]
 
 use std::ffi::{CStr, c_char};
+use std::ops::Range;
 
 use super::bar::{self, BarEntry, VbarBar};
 use super::call::call;
 use super::device::{self, VbarDevice, VbarStream};
 use super::status::VbarStatus;
-use super::token::{self, Bytes, Source, VbarToken};
+use super::token::{Bytes, Reserved, Source, VbarToken};
 use super::value::{Out, OutArray, Plain, byte_range, read_array};
 use crate::error::Result;
-use crate::memory::pager::Hold;
+use crate::memory::pager::{Faulted, Hold};
 use crate::outcome::Reason;
 use crate::runtime::{Fault, Guard, Runtime};
 use crate::slots::Ref;
-use crate::units::Stream;
+use crate::units::{Generation, Stream};
 
 /// What a fault came to; none of them is an error.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -113,18 +114,17 @@ impl VbarFault {
         Self { outcome, reason, ..Self::NOTHING }
     }
 
+    /// Pins that have no token yet.
+    #[inline(always)]
+    fn resident(address: u64, bytes: u64, newest: Generation) -> Self {
+        let (signature, outcome) = (newest.0, VbarOutcome::Resident as u32);
+        Self { address, bytes, signature, outcome, ..Self::NOTHING }
+    }
+
     /// What a guard says; its pins have no token yet.
-    #[inline]
     pub(super) fn of(guard: &Guard<'_>, outcome: VbarOutcome) -> Self {
-        // Generations only grow, so the newest tells whether any page of the range has another.
-        let newest = guard.signature().iter().max().map_or(0, |generation| generation.0);
-        Self {
-            address: guard.address().0,
-            bytes: guard.bytes(),
-            signature: newest,
-            outcome: outcome as u32,
-            ..Self::NOTHING
-        }
+        let resident = Self::resident(guard.address().0, guard.bytes(), newest(guard.hold()));
+        Self { outcome: outcome as u32, ..resident }
     }
 }
 
@@ -145,16 +145,42 @@ pub unsafe extern "C" fn vbar_bar_fault(
     call(|| {
         let out = Out::new(fault)?;
         let entry = bar::find(bar)?;
-        let (told, hold) = match entry.vbar.fault(byte_range(offset, bytes)?, Stream(stream))? {
-            Fault::Resident(guard) => told_and_hold(guard),
-            Fault::Offloaded(reason) => {
-                out.write(VbarFault::offloaded(reason));
-                return Ok(());
-            }
+        let range = byte_range(offset, bytes)?;
+        let reserved = Reserved::take()?;
+        let Some(hit) = entry.vbar.hit(&range, Stream(stream))? else {
+            return fault_otherwise(entry, &range, Stream(stream), reserved, &out);
         };
-        out.write(token::hand_out(Source::Bar(entry), hold, Bytes::Valid, told)?);
+        let address = entry.vbar.base().0 + offset;
+        let token = reserved.hand_out_hit(entry, hit);
+        out.write(VbarFault { token, ..VbarFault::resident(address, bytes, hit.generation) });
         Ok(())
     })
+}
+
+/// What is no plain hit.
+#[inline(never)]
+fn fault_otherwise(
+    entry: Ref<BarEntry>,
+    range: &Range<u64>,
+    stream: Stream,
+    reserved: Reserved,
+    out: &Out<VbarFault>,
+) -> Result<()> {
+    match entry.vbar.fault_otherwise(range, stream)? {
+        Faulted::Resident(hold) => {
+            let address = entry.vbar.base().0 + range.start;
+            let told = VbarFault::resident(address, range.end - range.start, newest(&hold));
+            let token = reserved.hand_out(Source::Bar(entry), hold, Bytes::Valid);
+            out.write(VbarFault { token, ..told });
+        }
+        Faulted::Offloaded(reason) => out.write(VbarFault::offloaded(reason)),
+    }
+    Ok(())
+}
+
+/// Generations only grow, so the newest tells whether any page of the range has another.
+fn newest(hold: &Hold) -> Generation {
+    hold.generations.as_slice().iter().max().copied().unwrap_or_default()
 }
 
 /// Makes several ranges of VBARs of one device resident, each with a token of its own, or none of
@@ -174,9 +200,13 @@ pub unsafe extern "C" fn vbar_device_fault_many(
         let (ranges, out) = (read_array(ranges, count)?, OutArray::new(faults, count)?);
         let entries: Vec<_> =
             ranges.iter().map(|range| bar::find(range.bar)).collect::<Result<_>>()?;
+        let mut reserved = Vec::with_capacity(count);
+        for _ in ranges {
+            reserved.push(Reserved::take()?);
+        }
         let runtime = &device::find(device)?.runtime;
         let told = match fault_ranges(runtime, &entries, ranges, Stream(stream))? {
-            Fault::Resident(holds) => hand_out_all(entries, holds)?,
+            Fault::Resident(holds) => hand_out_all(entries, reserved, holds),
             Fault::Offloaded(reason) => vec![VbarFault::offloaded(reason); count],
         };
         out.write(told);
@@ -185,7 +215,6 @@ pub unsafe extern "C" fn vbar_device_fault_many(
 }
 
 /// What a guard says, and its pins.
-#[inline]
 pub(super) fn told_and_hold(guard: Guard<'_>) -> (VbarFault, Hold) {
     (VbarFault::of(&guard, VbarOutcome::Resident), guard.into_hold())
 }
@@ -206,26 +235,17 @@ fn fault_ranges(
     })
 }
 
-/// All of them get tokens, or all pins are given back.
 fn hand_out_all(
     entries: Vec<Ref<BarEntry>>,
+    reserved: Vec<Reserved>,
     holds: Vec<(VbarFault, Hold)>,
-) -> Result<Vec<VbarFault>> {
-    let mut told: Vec<VbarFault> = Vec::with_capacity(holds.len());
-    let mut failed = None;
-    for (entry, (fault, hold)) in entries.into_iter().zip(holds) {
-        if failed.is_some() {
-            entry.vbar.unpin_hold(hold, Stream::NONE)?;
-            continue;
-        }
-        match token::hand_out(Source::Bar(entry), hold, Bytes::Valid, fault) {
-            Ok(fault) => told.push(fault),
-            Err(error) => failed = Some(error),
-        }
-    }
-    let Some(error) = failed else { return Ok(told) };
-    told.into_iter().try_for_each(|fault| token::take(fault.token)?.unpin(Stream::NONE))?;
-    Err(error)
+) -> Vec<VbarFault> {
+    let tokens = entries.into_iter().zip(reserved);
+    let told = tokens.zip(holds).map(|((entry, reserved), (fault, hold))| {
+        let token = reserved.hand_out(Source::Bar(entry), hold, Bytes::Valid);
+        VbarFault { token, ..fault }
+    });
+    told.collect()
 }
 
 /// A short word for a reason, as a string of static life time. Thread-safe.

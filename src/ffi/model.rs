@@ -11,7 +11,7 @@ use super::device::{self, VbarDevice, VbarStream};
 use super::fault::{self, VbarFault};
 use super::status::VbarStatus;
 use super::tag;
-use super::token::{self, Bytes, Source};
+use super::token::{Bytes, Reserved, Source};
 use super::value::{Growing, Out, OutGrowing, Plain, read_path, read_text};
 use crate::error::{Error, ErrorCode, Result};
 use crate::host::model_files::{Model, ModelTensor};
@@ -19,7 +19,7 @@ use crate::host::safetensors::Dtype;
 use crate::host::source::ModelFile;
 use crate::names::quoted;
 use crate::runtime::{Fault, ModelBar};
-use crate::slots::{Handles, Ref};
+use crate::slots::{Handles, Ref, Spread};
 use crate::units::Stream;
 
 /// A safetensors model, bound to a VBAR of its own. 0 is none; ids are never used again.
@@ -157,7 +157,7 @@ pub(super) struct ModelEntry {
     metadata: Vec<(Box<str>, Box<[u8]>)>,
 }
 
-static MODELS: Handles<ModelEntry> = Handles::new(tag::MODEL, 16);
+static MODELS: Handles<ModelEntry> = Handles::new(tag::MODEL, Spread::Threads);
 
 fn find(model: VbarModel) -> Result<Ref<ModelEntry>> {
     MODELS.get(model.id).ok_or_else(|| stale("model", model.id))
@@ -331,6 +331,7 @@ pub unsafe extern "C" fn vbar_model_fault(
         let out = Out::new(fault)?;
         let entry = find(model)?;
         let (number, _) = entry.tensor(index)?;
+        let reserved = Reserved::take()?;
         let (told, hold) = match entry.bar.fault(number, Stream(stream))? {
             Fault::Resident(guard) => fault::told_and_hold(guard),
             Fault::Offloaded(reason) => {
@@ -338,7 +339,8 @@ pub unsafe extern "C" fn vbar_model_fault(
                 return Ok(());
             }
         };
-        out.write(token::hand_out(Source::Model(entry), hold, Bytes::Valid, told)?);
+        let token = reserved.hand_out(Source::Model(entry), hold, Bytes::Valid);
+        out.write(VbarFault { token, ..told });
         Ok(())
     })
 }

@@ -15,7 +15,7 @@ use crate::driver::sim::{Sim, Verb};
 use crate::driver::{DriverCode, DriverResult, KernelCall, kernel};
 use crate::error::{Error, ErrorCode, Result};
 use crate::runtime::Runtime;
-use crate::slots::{Handles, Ref};
+use crate::slots::{Handles, Ref, Spread};
 use crate::units::{DeviceAddress, DeviceOrdinal, Stream};
 
 /// A simulated device, apart from the library's use of it: it outlives the `VbarDevice`, so that a
@@ -67,7 +67,7 @@ struct SimEntry {
     device: DeviceOrdinal,
 }
 
-static SIMS: Handles<SimEntry> = Handles::new(tag::SIM, 1);
+static SIMS: Handles<SimEntry> = Handles::new(tag::SIM, Spread::One);
 
 fn find(sim: VbarSim) -> Result<Ref<SimEntry>> {
     SIMS.get(sim.id).ok_or_else(|| stale("simulated device", sim.id))

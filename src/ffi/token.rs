@@ -12,14 +12,13 @@ use super::allocation::AllocationEntry;
 use super::bar::BarEntry;
 use super::call::{call, invalid};
 use super::device::VbarStream;
-use super::fault::VbarFault;
 use super::model::ModelEntry;
 use super::status::VbarStatus;
 use super::tag;
 use super::value::Plain;
 use crate::error::{Error, ErrorCode, Result};
-use crate::memory::pager::Hold;
-use crate::slots::{Ref, SlotCache, Tokens};
+use crate::memory::pager::{Hit, Hold};
+use crate::slots::{FreeSlot, Ref, SlotCache, Tokens};
 use crate::units::Stream;
 
 /// Pins of one fault, given back once. 0 is none; ids are never used again.
@@ -47,7 +46,7 @@ pub(super) enum Bytes {
     ToWrite,
 }
 
-pub(super) struct Held {
+struct Held {
     source: Source,
     hold: Hold,
     bytes: Bytes,
@@ -70,51 +69,80 @@ impl Drop for ThreadCache {
 }
 
 /// With the thread's cache, or one for this call at a thread's end.
-#[inline]
-fn with_cache<R>(mut work: impl FnMut(&mut SlotCache) -> R) -> R {
-    let cached = CACHE.try_with(|cache| work(&mut cache.borrow_mut().0));
-    cached.unwrap_or_else(|_| work(&mut ThreadCache::default().0))
+#[inline(always)]
+fn with_cache<R>(work: impl FnOnce(&mut SlotCache) -> R) -> R {
+    let mut work = Some(work);
+    let mut once = |cache: &mut SlotCache| work.take().map(|work| work(cache));
+    let done = CACHE.try_with(|cache| once(&mut cache.borrow_mut().0)).ok().flatten();
+    done.or_else(|| once(&mut ThreadCache::default().0)).expect("one of the two did it")
 }
 
-/// Puts pins under a token. With no token left they are given back.
+/// A token that is not given out yet: taken before the pins are, so that nothing can fail between.
+pub(super) struct Reserved(Option<FreeSlot>);
+
+impl Reserved {
+    /// # Errors
+    /// `TooManyPins` when every token is held.
+    #[inline(always)]
+    pub(super) fn take() -> Result<Self> {
+        match with_cache(|cache| TOKENS.reserve(cache)) {
+            Some(slot) => Ok(Self(Some(slot))),
+            None => Err(none_left()),
+        }
+    }
+
+    /// Puts a plain hit's pin under the token.
+    #[inline(always)]
+    pub(super) fn hand_out_hit(mut self, bar: Ref<BarEntry>, hit: Hit) -> VbarToken {
+        let slot = self.0.take().expect("reserved until it is given out");
+        let make = || Held { source: Source::Bar(bar), hold: hit.into_hold(), bytes: Bytes::Valid };
+        VbarToken { id: TOKENS.put(slot, make) }
+    }
+
+    /// Puts pins under the token.
+    pub(super) fn hand_out(mut self, source: Source, hold: Hold, bytes: Bytes) -> VbarToken {
+        let slot = self.0.take().expect("reserved until it is given out");
+        VbarToken { id: TOKENS.put(slot, || Held { source, hold, bytes }) }
+    }
+}
+
+impl Drop for Reserved {
+    #[inline(always)]
+    fn drop(&mut self) {
+        if let Some(slot) = self.0.take() {
+            with_cache(|cache| TOKENS.keep(cache, slot));
+        }
+    }
+}
+
+#[cold]
+fn none_left() -> Error {
+    Error::new(ErrorCode::TooManyPins, "16.7 million tokens are held")
+}
+
+/// Gives the pins of a token back.
 ///
 /// # Errors
-/// `TooManyPins`.
-#[inline]
-pub(super) fn hand_out(
-    source: Source,
-    hold: Hold,
-    bytes: Bytes,
-    fault: VbarFault,
-) -> Result<VbarFault> {
-    let mut held = Some(Held { source, hold, bytes });
-    let put = with_cache(|cache| match held.take().map(|value| TOKENS.put(cache, value)) {
-        Some(Ok(id)) => Some(id),
-        Some(Err(value)) => {
-            held = Some(value);
-            None
-        }
-        None => None,
-    });
-    if let Some(id) = put {
-        return Ok(VbarFault { token: VbarToken { id }, ..fault });
+/// `StaleToken`, and those of giving back.
+#[inline(always)]
+pub(super) fn give_back(token: VbarToken, stream: Stream) -> Result<()> {
+    let Some((unpinned, slot)) = TOKENS.end(token.id, |held| held.unpin(stream)) else {
+        return Err(spent(token));
+    };
+    if let Some(slot) = slot {
+        with_cache(|cache| TOKENS.keep(cache, slot));
     }
-    held.map_or(Ok(()), |held| held.unpin(Stream::NONE))?;
-    Err(Error::new(ErrorCode::TooManyPins, "16.7 million tokens are held"))
-}
-
-pub(super) fn take(token: VbarToken) -> Result<Held> {
-    with_cache(|cache| TOKENS.take(cache, token.id)).ok_or_else(|| spent(token))
+    unpinned
 }
 
 impl Held {
-    #[inline]
-    pub(super) fn unpin(self, stream: Stream) -> Result<()> {
-        let Self { source, hold, bytes } = self;
-        match source {
+    #[inline(always)]
+    fn unpin(&self, stream: Stream) -> Result<()> {
+        let hold = &self.hold;
+        match &self.source {
             Source::Bar(entry) => entry.vbar.unpin_hold(hold, stream),
             Source::Model(entry) => entry.bar.vbar().unpin_hold(hold, stream),
-            Source::Allocation(entry) => match bytes {
+            Source::Allocation(entry) => match self.bytes {
                 Bytes::Valid => entry.allocation.unpin_hold(hold, stream),
                 Bytes::ToWrite => entry.allocation.abandon(hold, stream),
             },
@@ -148,7 +176,7 @@ impl Held {
 /// the use failed. A token that was to be committed asks for a refill again. Thread-safe.
 #[unsafe(no_mangle)]
 pub extern "C" fn vbar_token_unpin(token: VbarToken, stream: VbarStream) -> VbarStatus {
-    call(|| take(token)?.unpin(Stream(stream)))
+    call(|| give_back(token, Stream(stream)))
 }
 
 /// Remembers that another stream uses the bytes too; call it after that work was enqueued.

@@ -157,7 +157,7 @@ impl Allocation {
     ///
     /// # Errors
     /// As [`Guard::unpin`]; what the driver says of another stream.
-    pub(crate) fn unpin_hold(&self, hold: Hold, stream: Stream) -> Result<()> {
+    pub(crate) fn unpin_hold(&self, hold: &Hold, stream: Stream) -> Result<()> {
         self.vbar.unpin_hold(hold, stream)
     }
 
@@ -184,7 +184,7 @@ impl Allocation {
     ///
     /// # Errors
     /// As [`Allocation::unpin_hold`].
-    pub(crate) fn abandon(&self, hold: Hold, stream: Stream) -> Result<()> {
+    pub(crate) fn abandon(&self, hold: &Hold, stream: Stream) -> Result<()> {
         // Before the state changes, so that the next writer finds the stamp.
         let unpinned = self.vbar.unpin_hold(hold, stream);
         self.settle(STALE);

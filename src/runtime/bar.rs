@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use super::{Allocation, Runtime};
 use crate::error::{Error, ErrorCode, Result};
-use crate::memory::pager::{BarMarks, Faulted, Freed, HeldPins, Hold, Residency};
+use crate::memory::pager::{BarMarks, Faulted, Freed, HeldPins, Hit, Hold, Residency};
 use crate::memory::pins::Token;
 use crate::memory::space::SpaceKind;
 use crate::memory::vbar::{self, Bar};
@@ -200,8 +200,31 @@ impl Vbar {
     /// # Errors
     /// As [`Guard::unpin`]; what the driver says of another stream.
     #[inline]
-    pub(crate) fn unpin_hold(&self, hold: Hold, stream: Stream) -> Result<()> {
+    pub(crate) fn unpin_hold(&self, hold: &Hold, stream: Stream) -> Result<()> {
         self.inner.unpin_hold(hold, stream)
+    }
+
+    /// As [`Vbar::fault`] for a plain hit, its pin in the caller's hands; see [`Pager::hit`].
+    ///
+    /// # Errors
+    /// As there.
+    #[inline(always)]
+    pub(crate) fn hit(&self, bytes: &Range<u64>, stream: Stream) -> Result<Option<Hit>> {
+        let pages = self.bar().pages_of(bytes)?;
+        self.inner.runtime.pager().hit(self.bar(), &pages, stream)
+    }
+
+    /// As [`Vbar::fault`] for what is no plain hit, the pins in the caller's hands.
+    ///
+    /// # Errors
+    /// As there.
+    pub(crate) fn fault_otherwise(
+        &self,
+        bytes: &Range<u64>,
+        stream: Stream,
+    ) -> Result<Faulted<Hold>> {
+        let pages = self.bar().pages_of(bytes)?;
+        self.inner.runtime.pager().fault_otherwise(self.bar(), pages, stream)
     }
 
     /// As [`Guard::also_used_on`].
@@ -219,7 +242,7 @@ impl Vbar {
 }
 
 impl VbarInner {
-    #[inline]
+    #[inline(always)]
     pub(super) fn fault(&self, bytes: Range<u64>, stream: Stream) -> Result<Fault<Guard<'_>>> {
         let pages = self.bar.pages_of(&bytes)?;
         Ok(match self.runtime.pager().fault(&self.bar, pages, stream)? {
@@ -231,12 +254,12 @@ impl VbarInner {
 
 impl VbarInner {
     #[inline]
-    pub(super) fn unpin_hold(&self, hold: Hold, stream: Stream) -> Result<()> {
+    pub(super) fn unpin_hold(&self, hold: &Hold, stream: Stream) -> Result<()> {
         let pager = self.runtime.pager();
         // The usual case in place: what a hit moves around is what it costs.
         let unpinned = match stream == hold.stream {
-            true => pager.unpin(&self.bar, &hold),
-            false => pager.unpin_on(&self.bar, hold, stream),
+            true => pager.unpin(&self.bar, hold),
+            false => pager.unpin_on(&self.bar, hold.clone(), stream),
         };
         if self.bar.is_closed() {
             pager.after_token(&self.bar);
@@ -335,7 +358,7 @@ impl<'a> Guard<'a> {
         }
     }
 
-    pub(super) fn hold(&self) -> &Hold {
+    pub(crate) fn hold(&self) -> &Hold {
         self.hold.as_ref().expect("a guard holds until it is consumed")
     }
 }

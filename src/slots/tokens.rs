@@ -43,6 +43,10 @@ pub struct SlotCache {
     free: Vec<u32>,
 }
 
+/// A slot without a value; for [`Tokens::put`] or [`Tokens::keep`].
+#[must_use = "a slot that nobody keeps is lost"]
+pub struct FreeSlot(u32);
+
 impl<T> Tokens<T> {
     /// An empty table. `tag`, 1 to 15, tells its ids from those of other tables.
     #[must_use]
@@ -50,41 +54,45 @@ impl<T> Tokens<T> {
         Self { tag, slots: boxcar::Vec::new(), free: Mutex::new(Vec::new()) }
     }
 
-    /// Puts a value in. Gives it back when every slot is taken.
-    ///
-    /// # Errors
-    /// The value.
+    /// Takes a free slot. `None` when every slot is taken.
     #[inline]
-    pub fn put(&self, cache: &mut SlotCache, value: T) -> Result<u64, T> {
-        let Some(index) = cache.free.pop().or_else(|| self.refill(cache)) else {
-            return Err(value);
-        };
-        let slot = &self.slots[index as usize];
-        let generation = slot.word.load(Relaxed) >> STATE_BITS;
-        // SAFETY: the slot is free and was in this caller's cache alone, so nobody else looks at
-        // its value before the word below is published.
-        unsafe { (*slot.value.get()).write(value) };
-        slot.word.store(generation << STATE_BITS | HELD, Release);
-        Ok(id_of(self.tag, generation, index))
+    pub fn reserve(&self, cache: &mut SlotCache) -> Option<FreeSlot> {
+        match cache.free.pop() {
+            Some(index) => Some(FreeSlot(index)),
+            None => self.refill(cache).map(FreeSlot),
+        }
     }
 
-    /// Takes a value out, once. `None` for an id that names none.
-    #[inline]
-    pub fn take(&self, cache: &mut SlotCache, id: u64) -> Option<T> {
+    /// Puts a value in, which `make` makes once its place is known, and gives it an id. Parts that
+    /// are in registers are then written from there; a value that is made before goes through
+    /// memory, which costs more than all the rest.
+    #[inline(always)]
+    pub fn put(&self, slot: FreeSlot, make: impl FnOnce() -> T) -> u64 {
+        let index = slot.0;
+        let slot = &self.slots[index as usize];
+        let generation = slot.word.load(Relaxed) >> STATE_BITS;
+        // SAFETY: the slot is free and was given to this caller alone, so nobody else looks at its
+        // value before the word below is published.
+        unsafe { slot.value.get().cast::<T>().write(make()) };
+        slot.word.store(generation << STATE_BITS | HELD, Release);
+        id_of(self.tag, generation, index)
+    }
+
+    /// Ends a value, once: `end` has it alone and in its place, since moving it would cost more
+    /// than the rest of a hit; then it is dropped. `None` for an id that names none.
+    #[inline(always)]
+    pub fn end<R>(&self, id: u64, end: impl FnOnce(&T) -> R) -> Option<(R, Option<FreeSlot>)> {
         let (generation, index) = parts_of(self.tag, id)?;
         let slot = self.slots.get(index)?;
         self.claim(slot, generation)?;
+        let ending = Ending { slot, generation };
         // SAFETY: the claim made this caller the only one to reach the value, which was written
-        // before the word was HELD.
-        let value = unsafe { slot.value.get().cast::<T>().read() };
-        slot.word.store((generation + 1) << STATE_BITS | FREE, Release);
-        if generation < GENERATION_MAX {
-            cache.free.push(index as u32);
-            if cache.free.len() > 2 * BATCH {
-                self.give_back(cache, BATCH);
-            }
-        }
-        Some(value)
+        // before the word was HELD; `ending` drops it afterwards, also by unwinding.
+        let ended = end(unsafe { &*slot.value.get().cast::<T>() });
+        drop(ending);
+        // A slot whose generations are used up is not used again.
+        let free = (generation < GENERATION_MAX).then_some(FreeSlot(index as u32));
+        Some((ended, free))
     }
 
     /// Looks at a value, alone. `None` for an id that names none.
@@ -132,6 +140,15 @@ impl<T> Tokens<T> {
         cache.free.pop()
     }
 
+    /// Keeps a slot that an ended value left, for the thread's next one.
+    #[inline]
+    pub fn keep(&self, cache: &mut SlotCache, slot: FreeSlot) {
+        cache.free.push(slot.0);
+        if cache.free.len() > 2 * BATCH {
+            self.give_back(cache, BATCH);
+        }
+    }
+
     /// Gives free slots of a cache to all; at a thread's end, all of them.
     pub fn give_back(&self, cache: &mut SlotCache, count: usize) {
         let start = cache.free.len().saturating_sub(count);
@@ -151,6 +168,21 @@ impl<T> Drop for Tokens<T> {
     }
 }
 
+/// Drops the value of a claimed slot and frees the slot.
+struct Ending<'a, T> {
+    slot: &'a Slot<T>,
+    generation: u64,
+}
+
+impl<T> Drop for Ending<'_, T> {
+    #[inline(always)]
+    fn drop(&mut self) {
+        // SAFETY: the slot is claimed by whoever has this, and has a value.
+        unsafe { self.slot.value.get().cast::<T>().drop_in_place() };
+        self.slot.word.store((self.generation + 1) << STATE_BITS | FREE, Release);
+    }
+}
+
 /// Lets go of a claimed slot.
 struct Unclaim<'a, T> {
     slot: &'a Slot<T>,
@@ -167,21 +199,44 @@ impl<T> Drop for Unclaim<'_, T> {
 mod tests {
     use super::*;
 
+    fn put<T>(tokens: &Tokens<T>, cache: &mut SlotCache, value: T) -> u64 {
+        tokens.put(tokens.reserve(cache).unwrap(), || value)
+    }
+
+    fn take<T: Clone>(tokens: &Tokens<T>, cache: &mut SlotCache, id: u64) -> Option<T> {
+        let (value, slot) = tokens.end(id, T::clone)?;
+        tokens.keep(cache, slot.unwrap());
+        Some(value)
+    }
+
     #[test]
     fn a_value_comes_out_once_and_only_by_its_own_id() {
         let (tokens, others) = (Tokens::new(1), Tokens::new(2));
         let mut cache = SlotCache::default();
-        let id = tokens.put(&mut cache, "one".to_owned()).unwrap();
-        let other = others.put(&mut SlotCache::default(), "other".to_owned()).unwrap();
+        let id = put(&tokens, &mut cache, "one".to_owned());
+        let other = put(&others, &mut SlotCache::default(), "other".to_owned());
         for wrong in [0, u64::MAX, id + 1, id | 1 << 30, other] {
-            assert_eq!(tokens.take(&mut cache, wrong), None, "{wrong:#x}");
+            assert_eq!(take(&tokens, &mut cache, wrong), None, "{wrong:#x}");
         }
         assert_eq!(tokens.with(id, |value| value.len()), Some(3));
-        assert_eq!(tokens.take(&mut cache, id).as_deref(), Some("one"));
-        assert_eq!(tokens.take(&mut cache, id), None);
+        assert_eq!(take(&tokens, &mut cache, id).as_deref(), Some("one"));
+        assert_eq!(take(&tokens, &mut cache, id), None);
         assert_eq!(tokens.with(id, |_| ()), None);
-        let again = tokens.put(&mut cache, "two".to_owned()).unwrap();
+        let again = put(&tokens, &mut cache, "two".to_owned());
         assert_ne!(again, id, "a slot's next value has another id");
+    }
+
+    #[test]
+    fn a_value_is_dropped_once_also_when_its_end_unwinds() {
+        let value = std::sync::Arc::new(());
+        let tokens = Tokens::new(1);
+        let id = put(&tokens, &mut SlotCache::default(), std::sync::Arc::clone(&value));
+        let unwound = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+            let _ = tokens.end(id, |_| panic!("an end that fails"));
+        }));
+        assert!(unwound.is_err());
+        assert_eq!(std::sync::Arc::strong_count(&value), 1);
+        assert!(tokens.with(id, |_| ()).is_none());
     }
 
     #[test]
@@ -190,7 +245,7 @@ mod tests {
         let taken = AtomicU64::new(0);
         let ids: Vec<u64> = {
             let mut cache = SlotCache::default();
-            (0..10_000u64).map(|value| tokens.put(&mut cache, value).unwrap()).collect()
+            (0..10_000u64).map(|value| put(&tokens, &mut cache, value)).collect()
         };
         std::thread::scope(|scope| {
             for _ in 0..4 {
@@ -198,11 +253,11 @@ mod tests {
                     let mut cache = SlotCache::default();
                     for id in &ids {
                         let _ = tokens.with(*id, |value| *value += 0);
-                        if tokens.take(&mut cache, *id).is_some() {
+                        if take(&tokens, &mut cache, *id).is_some() {
                             taken.fetch_add(1, Relaxed);
                         }
-                        let own = tokens.put(&mut cache, 7).unwrap();
-                        assert_eq!(tokens.take(&mut cache, own), Some(7));
+                        let own = put(&tokens, &mut cache, 7);
+                        assert_eq!(take(&tokens, &mut cache, own), Some(7));
                     }
                     tokens.give_back(&mut cache, usize::MAX);
                 });

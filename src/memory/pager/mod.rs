@@ -56,7 +56,7 @@ pub struct Pager {
 }
 
 /// Pins on the pages of one range, given back by [`Pager::unpin`].
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub struct Hold {
     /// The pages.
     pub pages: Range<u32>,
@@ -68,6 +68,27 @@ pub struct Hold {
     pub slot: Option<StreamSlot>,
     /// The pages are pinned to the graph that the stream captured into, too.
     kept: bool,
+}
+
+/// A pinned page, before anybody has decided where its hold lives.
+#[derive(Clone, Copy)]
+pub struct Hit {
+    page: u32,
+    /// Of the page.
+    pub generation: Generation,
+    stream: Stream,
+    slot: Option<StreamSlot>,
+}
+
+impl Hit {
+    /// The hold of the page's pin.
+    #[inline(always)]
+    #[must_use]
+    pub fn into_hold(self) -> Hold {
+        let Self { page, generation, stream, slot } = self;
+        let (pages, generations) = (page..page + 1, Generations::One(generation));
+        Hold { pages, generations, stream, slot, kept: false }
+    }
 }
 
 /// Generations of the pages of a range. Of one page, the common case, without an allocation and in
@@ -141,8 +162,55 @@ impl Pager {
     /// # Errors
     /// `TimedOut`, `Cancelled`, `TooManyPins`, `Io` and `FileChanged` of a bound VBAR,
     /// `DeviceLost`, `ProcessEnding`, and what the driver says. Nothing is pinned then.
-    #[inline]
+    #[inline(always)]
     pub fn fault(
+        &self,
+        bar: &Arc<Bar>,
+        pages: Range<u32>,
+        stream: Stream,
+    ) -> Result<Faulted<Hold>> {
+        match self.hit(bar, &pages, stream)? {
+            Some(hit) => Ok(Faulted::Resident(hit.into_hold())),
+            None => self.fault_otherwise(bar, pages, stream),
+        }
+    }
+
+    /// The plainest hit by itself, one mapped page and a stream that is not being captured, told
+    /// in values that fit in registers: what a hit moves through memory is what it costs. `None`
+    /// is anything else.
+    ///
+    /// # Errors
+    /// As [`Pager::fault`].
+    #[inline(always)]
+    pub fn hit(&self, bar: &Arc<Bar>, pages: &Range<u32>, stream: Stream) -> Result<Option<Hit>> {
+        if pages.len() != 1 || stream.is_implicit() {
+            return Ok(None);
+        }
+        self.device.check()?;
+        let (capture, slot) = self.device.inspect(stream)?;
+        if capture != CaptureState::None {
+            return Ok(None);
+        }
+        let page = bar.table.page(PageIndex(pages.start));
+        let word = match page.pin() {
+            Pin::Pinned(word) => word,
+            Pin::Absent(_) => return Ok(None),
+            Pin::Full => return Err(too_many_pins()),
+        };
+        let hit = Hit { page: pages.start, generation: word.generation, stream, slot };
+        if word.state != PageState::Resident && !self.is_ready(page, slot) {
+            self.order_or_unpin(bar, &hit.into_hold(), capture)?;
+        }
+        self.device.counters.hits.raise();
+        Ok(Some(hit))
+    }
+
+    /// As [`Pager::fault`], for what is no plain hit.
+    ///
+    /// # Errors
+    /// As there.
+    #[inline(never)]
+    pub fn fault_otherwise(
         &self,
         bar: &Arc<Bar>,
         pages: Range<u32>,
