@@ -734,7 +734,7 @@ typedef struct VbarDeviceOptions {
    */
   uint64_t wait_timeout_ms;
   /*
-   Page-locked slots between file and device; 0: 4.
+   Page-locked slots between file and device, at most 64; 0: 4.
    */
   uint32_t staging_slot_count;
   /*

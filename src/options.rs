@@ -41,7 +41,8 @@ pub struct RuntimeOptions {
     pub heal_window: Duration,
     /// Fences are recorded at most this often while everything fits.
     pub record_interval: Duration,
-    /// Page-locked slots between file and device. One of them is a page, rounded down to 16 MiB.
+    /// Page-locked slots between file and device, 1 to [`STAGING_SLOTS_MAX`]. One of them is a page,
+    /// rounded down to 16 MiB.
     pub staging_slot_count: usize,
 }
 
@@ -54,6 +55,10 @@ pub enum ContextWaits {
     /// Refuse with `FenceUnknown`.
     Never,
 }
+
+/// Most page-locked slots: 1 GiB of them. More of them bring nothing, and a number that is a
+/// mistake must not lock the machine's memory.
+pub const STAGING_SLOTS_MAX: usize = 64;
 
 /// Headroom unless told otherwise, in bytes.
 pub const HEADROOM_DEFAULT: u64 = 256 * MIB;

@@ -105,7 +105,7 @@ pub struct VbarDeviceOptions {
     /// Longest time that one call waits for anything, in milliseconds, then
     /// `VBAR_STATUS_TIMED_OUT`; 0: 30,000.
     pub wait_timeout_ms: u64,
-    /// Page-locked slots between file and device; 0: 4.
+    /// Page-locked slots between file and device, at most 64; 0: 4.
     pub staging_slot_count: u32,
     /// A `VbarPoison`.
     pub poison: u32,

@@ -10,7 +10,7 @@ use super::call::{call, invalid, stale};
 use super::device::{self, VbarDevice, VbarStream};
 use super::status::VbarStatus;
 use super::tag;
-use super::value::{Growing, Out, OutArray, OutGrowing, Plain, read_array, read_text};
+use super::value::{Growing, Out, OutArray, OutGrowing, Plain, byte_range, read_array, read_text};
 use crate::driver::sim::{Sim, Verb};
 use crate::driver::{DriverCode, DriverResult, KernelCall, kernel};
 use crate::error::{Error, ErrorCode, Result};
@@ -278,10 +278,22 @@ pub unsafe extern "C" fn vbar_sim_peek(
 ) -> VbarStatus {
     call(|| {
         let out = OutArray::new(target.cast::<u8>(), bytes)?;
-        out.write(find(sim)?.sim.read_bytes(DeviceAddress(address), bytes)?);
+        let entry = find(sim)?;
+        let end = byte_range(address, bytes as u64)?.end;
+        // In pieces: a size that is a mistake must not take as much memory before it is told.
+        let mut at = address;
+        while at < end {
+            let piece = PEEK_BYTES.min(end - at);
+            let read = entry.sim.read_bytes(DeviceAddress(at), piece as usize)?;
+            out.write_from((at - address) as usize, read);
+            at += piece;
+        }
         Ok(())
     })
 }
+
+/// Bytes that a peek reads at a time.
+const PEEK_BYTES: u64 = 1 << 20;
 
 /// The checksum of bytes of the host, as `vbar_sim_launch_checksum` computes it; 0 for none.
 /// Thread-safe.

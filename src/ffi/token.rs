@@ -64,7 +64,10 @@ struct ThreadCache(SlotCache);
 
 impl Drop for ThreadCache {
     fn drop(&mut self) {
-        TOKENS.give_back(&mut self.0, usize::MAX);
+        // In a forked child another thread's copy may hold the table's lock for ever.
+        if !crate::process::ending() {
+            TOKENS.give_back(&mut self.0, usize::MAX);
+        }
     }
 }
 

@@ -184,7 +184,12 @@ impl<T: Plain> OutArray<T> {
 
     /// Writes the values that there is room for.
     pub(super) fn write(&self, values: impl IntoIterator<Item = T>) {
-        for (index, value) in values.into_iter().take(self.count).enumerate() {
+        self.write_from(0, values);
+    }
+
+    /// As [`OutArray::write`], from an index on.
+    pub(super) fn write_from(&self, first: usize, values: impl IntoIterator<Item = T>) {
+        for (index, value) in (first..self.count).zip(values) {
             // SAFETY: within the `count` values that the caller of the export promises.
             unsafe { self.values.wrapping_add(index).write(value) };
         }

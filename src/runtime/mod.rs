@@ -14,7 +14,7 @@ use crate::driver::{DeviceAttribute, Driver, DriverCode};
 use crate::error::{Error, ErrorCode, Result};
 use crate::memory::pager::{Faulted, Freed, MemoryNumbers, Pager, Reclaim, Request};
 use crate::memory::pins::{Pins, Token};
-use crate::options::RuntimeOptions;
+use crate::options::{RuntimeOptions, STAGING_SLOTS_MAX};
 use crate::process;
 use crate::sync::Mutex;
 use crate::sync::device::Device;
@@ -129,6 +129,7 @@ impl Runtime {
             return Err(Error::new(ErrorCode::DeviceNotRegistered, text));
         }
         check_headroom(&*driver, ordinal, options.headroom_bytes)?;
+        check_staging(options.staging_slot_count)?;
         let addresses = probe_addresses(&*driver, ordinal, options.page_size)?;
         let (context, primary) = match options.context {
             Some(context) => (context, Primary::Foreign),
@@ -374,6 +375,14 @@ fn check_headroom(driver: &dyn Driver, device: DeviceOrdinal, headroom: Option<u
         }
         _ => Ok(()),
     }
+}
+
+fn check_staging(slot_count: usize) -> Result<()> {
+    if (1..=STAGING_SLOTS_MAX).contains(&slot_count) {
+        return Ok(());
+    }
+    let text = format!("{slot_count} staging slots: 1 to {STAGING_SLOTS_MAX} are allowed");
+    Err(Error::new(ErrorCode::InvalidArgument, text))
 }
 
 /// Whether the device has virtual memory management, with pages of this size.

@@ -1,9 +1,11 @@
 //! Limits of the machine: mappings, addresses, and VBARs far larger than any device.
 
+use vbar::driver::sim::{Sim, SimOptions};
+use vbar::options::STAGING_SLOTS_MAX;
 use vbar::units::TIB;
-use vbar::{Fault, Reason};
+use vbar::{ErrorCode, Fault, Reason, Runtime, RuntimeOptions};
 
-use crate::world::{P, ROOMY, World, budget_options, drawn, resident};
+use crate::world::{DEVICE, P, ROOMY, World, budget_options, drawn, resident};
 
 #[test]
 fn too_many_mappings_are_an_outcome() {
@@ -48,4 +50,15 @@ fn a_range_larger_than_the_budget_says_so_whatever_is_resident() {
     assert_eq!(world.runtime.statistics().refused(Reason::TooLarge), 2);
     assert_eq!(drawn(&vbar, 8), "###.....");
     world.check();
+}
+
+#[test]
+fn a_number_of_staging_slots_that_is_a_mistake_is_refused_at_open() {
+    for staging_slot_count in [0, STAGING_SLOTS_MAX + 1, usize::MAX] {
+        let sim = Sim::new(SimOptions::parse(ROOMY).unwrap());
+        let options = RuntimeOptions { staging_slot_count, ..budget_options(4) };
+        let error = Runtime::open(sim.driver(), DEVICE, options).err().unwrap();
+        assert_eq!(error.code(), ErrorCode::InvalidArgument, "{error}");
+        assert_eq!(sim.locked_bytes(), 0);
+    }
 }
