@@ -85,7 +85,8 @@ impl Pager {
         let capture = self.device.capture_state(hold.stream)?;
         self.device.fences.note_capture(slot, capture != CaptureState::None);
         match capture {
-            CaptureState::None if self.device.fences.is_record_due(slot) => {
+            // Of a closed VBAR this may be the last use for long: nobody waits for another record.
+            CaptureState::None if bar.is_closed() || self.device.fences.is_record_due(slot) => {
                 let _scope = self.device.enter()?;
                 self.device.fences.record_in_passing(hold.stream, slot)
             }
@@ -168,9 +169,19 @@ impl Pager {
 
     #[inline]
     fn drop_pins(&self, bar: &Bar, hold: &Hold) -> Result<()> {
-        if let Generations::One(generation) = hold.generations {
-            return bar.table.page(PageIndex(hold.pages.start)).unpin(generation);
+        let unpinned = match hold.generations {
+            Generations::One(generation) => {
+                bar.table.page(PageIndex(hold.pages.start)).unpin(generation)
+            }
+            Generations::Many(_) => self.drop_many(bar, hold),
+        };
+        if bar.is_closed() {
+            self.tidy_closed(bar);
         }
+        unpinned
+    }
+
+    fn drop_many(&self, bar: &Bar, hold: &Hold) -> Result<()> {
         let mut result = Ok(());
         let pages = bar.table.pages(hold.pages.clone());
         for ((_, page), generation) in pages.zip(hold.generations.as_slice()) {
