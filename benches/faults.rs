@@ -283,7 +283,7 @@ fn bench_cold(driver: &Arc<dyn Driver>) -> Result<()> {
             })?;
             driver.stream_synchronize(stream)?;
             vbar.free_memory(u64::MAX)?;
-            vbar.prioritise();
+            vbar.prioritise()?;
             let mut calls = Raw::new(driver, page)?;
             let raw = micros(|| calls.create().and_then(|()| calls.map()))?;
             calls.unmap()?;
@@ -315,7 +315,7 @@ fn bench_recycled(driver: &Arc<dyn Driver>) -> Result<()> {
         let (ours, raw, ratio) = pairs(|| {
             let vbar = &bars[turn % 2];
             turn += 1;
-            vbar.prioritise();
+            vbar.prioritise()?;
             let ours = micros(|| match vbar.fault(0..vbar.bytes(), stream)?.resident() {
                 Some(guard) => guard.unpin(),
                 None => panic!("64 pages fit"),
@@ -362,7 +362,7 @@ fn bench_independence(driver: &Arc<dyn Driver>) -> Result<()> {
             Ok(nanos_each(started, HITS / 10))
         })?;
         for other in &others {
-            other.set_class(1);
+            other.set_class(1)?;
         }
         let mut turn = 0;
         let miss_micros = rounds(|| {
@@ -370,7 +370,7 @@ fn bench_independence(driver: &Arc<dyn Driver>) -> Result<()> {
             for _ in 0..50 {
                 let rival = &rivals[turn % 2];
                 turn += 1;
-                rival.prioritise();
+                rival.prioritise()?;
                 total += micros(|| match rival.fault(0..2 * page, stream)?.resident() {
                     Some(guard) => guard.unpin(),
                     None => panic!("two pages fit"),

@@ -40,7 +40,7 @@ fn main() -> vbar::Result<()> {
         drop(guard);
         if step == 2 {
             println!("evicted: {:?}", vbar.free_memory(u64::MAX)?);
-            vbar.prioritise();
+            vbar.prioritise()?;
         }
     }
     driver.stream_synchronize(stream)?;

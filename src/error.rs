@@ -51,7 +51,7 @@ pub enum ErrorCode {
     TooManyPins = 18,
     /// The process is exiting or has forked; nothing was done.
     ProcessEnding = 19,
-    /// The VBAR is being closed.
+    /// The VBAR was closed.
     Closed = 20,
     /// A name that is not in the model.
     NotFound = 21,

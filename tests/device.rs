@@ -187,13 +187,13 @@ fn check_long_kernel(options: RuntimeOptions, rounds: u64) {
     let world = World::new(RuntimeOptions { budget_bytes: Some(2 * P), ..options });
     let reader = world.runtime.create_bar(2 * P).unwrap();
     let taker = world.runtime.create_bar(2 * P).unwrap();
-    taker.set_class(1);
+    taker.set_class(1).unwrap();
     let other = world.driver.stream_create().unwrap();
     let page = reader.allocate(P).unwrap();
     let taken = [taker.allocate(P).unwrap(), taker.allocate(P).unwrap()];
     for round in 0..rounds {
-        reader.prioritise();
-        taker.prioritise();
+        reader.prioritise().unwrap();
+        taker.prioritise().unwrap();
         world.write(&page, round, world.stream);
         let AllocationFault::Resident(guard) = page.fault(world.stream).unwrap() else {
             panic!("the page was just written")
@@ -257,7 +257,7 @@ fn memory_goes_back_to_the_driver_and_back_in() {
         assert_eq!(freed.bytes, GIB, "round {round}: {freed:?}");
         let after = free();
         assert!(after >= before + GIB - 64 * MIB, "free memory went from {before} to {after}");
-        vbar.prioritise();
+        vbar.prioritise().unwrap();
     }
 }
 
@@ -274,7 +274,7 @@ fn recycled_frames_need_a_refill_and_say_so() {
         guard.signature().to_vec()
     };
     old.free_memory(u64::MAX).unwrap();
-    old.prioritise();
+    old.prioritise().unwrap();
     let AllocationFault::Refill(fill) = allocation.fault(world.stream).unwrap() else {
         panic!("evicted bytes must be written again")
     };

@@ -175,11 +175,11 @@ impl Run {
                 let trimmed = self.runtime.trim(self.budget / 2 * P).map(drop);
                 trimmed.unwrap_or_else(|error| self.accept(&error));
             }
-            29 | 30 => self.bars[at].vbar.prioritise(),
-            31 => self.bars[at].vbar.deprioritise(),
+            29 | 30 => self.bars[at].vbar.prioritise().unwrap(),
+            31 => self.bars[at].vbar.deprioritise().unwrap(),
             32 => {
                 let class = self.below(3) as i32;
-                self.bars[at].vbar.set_class(class);
+                self.bars[at].vbar.set_class(class).unwrap();
             }
             33 => {
                 self.budget = self.below(9);
@@ -188,11 +188,16 @@ impl Run {
             }
             34 => {
                 let pages = self.below(3) as u32;
-                self.bars[at].vbar.set_floor(pages);
+                self.bars[at].vbar.set_floor(pages).unwrap();
             }
             35 => self.end_run(at),
             36 => {
                 let bar = self.bars.swap_remove(at);
+                // Pins may still be held, with a handle or without one.
+                if self.below(2) == 0 {
+                    bar.vbar.close();
+                    assert_eq!(bar.vbar.allocate(1).unwrap_err().code(), ErrorCode::Closed);
+                }
                 drop(bar);
             }
             37 if self.bars.len() < 3 => self.open_bar(),

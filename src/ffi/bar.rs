@@ -225,6 +225,7 @@ pub(super) fn close(bar: VbarBar, owner: Owner) -> Result<Vbar> {
         return Err(stale("VBAR", bar.id));
     }
     allocation::forget_allocations(&entry.allocations);
+    entry.vbar.close();
     Ok(entry.vbar.clone())
 }
 
@@ -353,38 +354,26 @@ pub(super) fn duplicate(descriptor: i32) -> Result<OwnedFd> {
 /// Makes a VBAR the newest of its class and lifts its watermark to all pages. Thread-safe.
 #[unsafe(no_mangle)]
 pub extern "C" fn vbar_bar_prioritise(bar: VbarBar) -> VbarStatus {
-    call(|| {
-        find(bar)?.vbar.prioritise();
-        Ok(())
-    })
+    call(|| find(bar)?.vbar.prioritise())
 }
 
 /// Makes a VBAR the oldest of its class: the first to lose pages. Thread-safe.
 #[unsafe(no_mangle)]
 pub extern "C" fn vbar_bar_deprioritise(bar: VbarBar) -> VbarStatus {
-    call(|| {
-        find(bar)?.vbar.deprioritise();
-        Ok(())
-    })
+    call(|| find(bar)?.vbar.deprioritise())
 }
 
 /// Puts a VBAR into a class, 0 at first; a larger one is kept longer. Thread-safe.
 #[unsafe(no_mangle)]
 pub extern "C" fn vbar_bar_set_class(bar: VbarBar, class_: i32) -> VbarStatus {
-    call(|| {
-        find(bar)?.vbar.set_class(class_);
-        Ok(())
-    })
+    call(|| find(bar)?.vbar.set_class(class_))
 }
 
 /// Keeps the first `page_count` pages of a VBAR from eviction until the end of its run.
 /// Thread-safe.
 #[unsafe(no_mangle)]
 pub extern "C" fn vbar_bar_set_floor(bar: VbarBar, page_count: u32) -> VbarStatus {
-    call(|| {
-        find(bar)?.vbar.set_floor(page_count);
-        Ok(())
-    })
+    call(|| find(bar)?.vbar.set_floor(page_count))
 }
 
 /// Sets the watermark of a VBAR that is not bound, in pages, and frees unpinned pages at or above
@@ -449,13 +438,13 @@ pub unsafe extern "C" fn vbar_bar_residency(
 ) -> VbarStatus {
     call(|| {
         let out = OutArray::new(pages, count)?;
-        let residency = find(bar)?.vbar.residency();
-        let end = usize::try_from(first).ok().and_then(|first| first.checked_add(count));
-        let Some(range) = end.and_then(|end| residency.get(first as usize..end)) else {
-            let text = format!("{count} pages from {first} of a VBAR of {}", residency.len());
-            return Err(invalid(text));
+        let entry = find(bar)?;
+        let page_count = entry.vbar.marks().page_count;
+        let end = u32::try_from(count).ok().and_then(|count| first.checked_add(count));
+        let Some(end) = end.filter(|end| *end <= page_count) else {
+            return Err(invalid(format!("{count} pages from {first} of a VBAR of {page_count}")));
         };
-        out.write(range.iter().map(VbarPage::from));
+        out.write(entry.vbar.residency_of(first..end).iter().map(VbarPage::from));
         Ok(())
     })
 }

@@ -10,11 +10,20 @@ use crate::error::{Error, ErrorCode, Result};
 use crate::host::bound::Bound;
 use crate::memory::page_table::PageTable;
 use crate::memory::space::Space;
-use crate::sync::{AtomicBool, AtomicU64, Relaxed};
+use crate::sync::{AcqRel, AtomicBool, AtomicU64, Relaxed};
 use crate::units::{DeviceAddress, PageIndex, PageSize, align_up};
 
 /// Allocations start at multiples of this, in bytes, as CUDA's own do.
 pub const ALLOCATION_ALIGNMENT: u64 = 512;
+
+/// Who calls the close of a VBAR.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Closer {
+    /// The one that closes it.
+    First,
+    /// One that comes after it was closed.
+    Later,
+}
 
 /// Shared part of a VBAR.
 pub struct Bar {
@@ -89,15 +98,36 @@ impl Bar {
         }
     }
 
-    /// Notes that the owner has closed the VBAR.
-    pub fn note_closed(&self) {
-        self.closed.store(true, Relaxed);
+    /// Notes that the VBAR is closed. Returns what the caller is.
+    pub fn note_closed(&self) -> Closer {
+        match self.closed.swap(true, AcqRel) {
+            false => Closer::First,
+            true => Closer::Later,
+        }
     }
 
-    /// Whether the owner has closed the VBAR: what is left of it goes as soon as it can.
+    /// Whether the VBAR was closed: what is left of it goes as soon as it can.
+    #[inline]
     #[must_use]
     pub fn is_closed(&self) -> bool {
         self.closed.load(Relaxed)
+    }
+
+    /// Whether the VBAR may be used. Another thread may close it at any moment: what must hold
+    /// while pages change hands is asked under the device's lock.
+    ///
+    /// # Errors
+    /// `Closed`.
+    #[inline]
+    pub fn check_open(&self) -> Result<()> {
+        if self.is_closed() { Err(self.closed_error()) } else { Ok(()) }
+    }
+
+    /// What every call on a closed VBAR returns.
+    #[cold]
+    #[must_use]
+    pub fn closed_error(&self) -> Error {
+        Error::new(ErrorCode::Closed, format!("VBAR {} is closed", self.id))
     }
 
     /// Binds the VBAR to what fills it, once.
@@ -125,8 +155,8 @@ impl Bar {
     #[cold]
     fn out_of_range(&self, bytes: &Range<u64>) -> Error {
         let text = format!(
-            "bytes {}..{} are outside the VBAR of {} bytes",
-            bytes.start, bytes.end, self.space.bytes
+            "bytes {}..{} are outside VBAR {} of {} bytes",
+            bytes.start, bytes.end, self.id, self.space.bytes
         );
         Error::new(ErrorCode::InvalidArgument, text)
     }

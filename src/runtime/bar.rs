@@ -4,7 +4,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use super::{Allocation, Runtime};
-use crate::error::{Error, ErrorCode, Result};
+use crate::error::{ErrorCode, Result};
 use crate::memory::pager::{BarMarks, Faulted, Freed, HeldPins, Hit, Hold, Residency};
 use crate::memory::pins::Token;
 use crate::memory::space::SpaceKind;
@@ -15,6 +15,7 @@ use crate::units::{DeviceAddress, Generation, PageIndex, Stream};
 /// A virtual base address register: addresses for one model, memory only where it is needed.
 ///
 /// A clone is another handle to the same VBAR; the last one to go closes it, which never blocks.
+/// Any handle may close it before, with [`Vbar::close`], whatever other threads do with it.
 #[derive(Clone)]
 pub struct Vbar {
     inner: Arc<VbarInner>,
@@ -93,14 +94,10 @@ impl Vbar {
     /// are given back with the VBAR.
     ///
     /// # Errors
-    /// `NoAddresses` when they do not fit, `InvalidArgument` on a bound VBAR.
+    /// `NoAddresses` when they do not fit, `InvalidArgument` on a bound VBAR, `Closed`,
+    /// `DeviceLost`, `ProcessEnding`; nothing is taken then.
     pub fn allocate(&self, bytes: u64) -> Result<Allocation> {
-        if self.bar().bound().is_some() {
-            let text = "a bound VBAR has no room for allocations";
-            return Err(Error::new(ErrorCode::InvalidArgument, text));
-        }
-        let range = self.bar().allocate(bytes)?;
-        self.inner.runtime.pager().note_extent(self.bar(), range.end);
+        let range = self.inner.runtime.pager().allocate(self.bar(), bytes)?;
         Ok(Allocation::new(Arc::clone(&self.inner), range))
     }
 
@@ -111,9 +108,9 @@ impl Vbar {
     /// keeps track of that.
     ///
     /// # Errors
-    /// `InvalidArgument` for a range outside the VBAR, `TimedOut`, `Cancelled`, `TooManyPins`;
-    /// `Io` and `FileChanged` of a bound VBAR; `DeviceLost`, `ProcessEnding`, and what the driver
-    /// says. Nothing is pinned then.
+    /// `InvalidArgument` for a range outside the VBAR, `Closed`, `TimedOut`, `Cancelled`,
+    /// `TooManyPins`; `Io` and `FileChanged` of a bound VBAR; `DeviceLost`, `ProcessEnding`, and
+    /// what the driver says. Nothing is pinned then.
     #[inline]
     pub fn fault(&self, bytes: Range<u64>, stream: Stream) -> Result<Fault<Guard<'_>>> {
         self.inner.fault(bytes, stream)
@@ -124,29 +121,41 @@ impl Vbar {
     /// everything.
     ///
     /// # Errors
-    /// `Cancelled`, `DeviceLost`, `ProcessEnding`, or what the driver says.
+    /// `Closed`, `Cancelled`, `DeviceLost`, `ProcessEnding`, or what the driver says.
     pub fn free_memory(&self, bytes: u64) -> Result<Freed> {
         self.inner.runtime.pager().free_memory(self.bar(), bytes)
     }
 
     /// Makes the VBAR the newest of its class and lifts its watermark to all pages.
-    pub fn prioritise(&self) {
-        self.inner.runtime.pager().prioritise(self.bar());
+    ///
+    /// # Errors
+    /// `Closed`, `DeviceLost`, `ProcessEnding`; nothing has changed then.
+    pub fn prioritise(&self) -> Result<()> {
+        self.inner.runtime.pager().prioritise(self.bar())
     }
 
     /// Makes the VBAR the oldest of its class.
-    pub fn deprioritise(&self) {
-        self.inner.runtime.pager().deprioritise(self.bar());
+    ///
+    /// # Errors
+    /// As [`Vbar::prioritise`].
+    pub fn deprioritise(&self) -> Result<()> {
+        self.inner.runtime.pager().deprioritise(self.bar())
     }
 
     /// Puts the VBAR into a class, 0 at first; a larger one is kept longer.
-    pub fn set_class(&self, class: i32) {
-        self.inner.runtime.pager().set_class(self.bar(), class);
+    ///
+    /// # Errors
+    /// As [`Vbar::prioritise`].
+    pub fn set_class(&self, class: i32) -> Result<()> {
+        self.inner.runtime.pager().set_class(self.bar(), class)
     }
 
     /// Pages below are not evicted. In pages, at most all of them; an end of run lifts it.
-    pub fn set_floor(&self, pages: u32) {
-        self.inner.runtime.pager().set_floor(self.bar(), pages);
+    ///
+    /// # Errors
+    /// As [`Vbar::prioritise`].
+    pub fn set_floor(&self, pages: u32) -> Result<()> {
+        self.inner.runtime.pager().set_floor(self.bar(), pages)
     }
 
     /// Sets a bare VBAR's watermark, in pages, and frees unpinned pages at or above it.
@@ -157,7 +166,8 @@ impl Vbar {
         self.inner.runtime.pager().set_watermark(self.bar(), pages)
     }
 
-    /// Class, watermark, floor and resident pages.
+    /// Class, watermark, floor and resident pages. Of a closed VBAR: the lowest class, no watermark
+    /// and no floor, and as resident what its pins still keep.
     #[must_use]
     pub fn marks(&self) -> BarMarks {
         self.inner.runtime.pager().marks(self.bar())
@@ -166,7 +176,7 @@ impl Vbar {
     /// Ends a run: see [`crate::memory::pager::Pager::end_of_run`].
     ///
     /// # Errors
-    /// What the driver says of the stream.
+    /// `Closed`, `DeviceLost`, `ProcessEnding`, and what the driver says of the stream.
     pub fn end_of_run(&self, stream: Stream, held: HeldPins) -> Result<EndOfRun> {
         let held = self.inner.runtime.pager().end_of_run(self.bar(), stream, held)?;
         Ok(EndOfRun { held })
@@ -175,7 +185,13 @@ impl Vbar {
     /// Every page's state, from the first.
     #[must_use]
     pub fn residency(&self) -> Vec<Residency> {
-        self.inner.runtime.pager().residency(self.bar())
+        self.residency_of(0..u32::MAX)
+    }
+
+    /// As [`Vbar::residency`], of the pages of a range, as far as the VBAR has them.
+    #[must_use]
+    pub fn residency_of(&self, pages: Range<u32>) -> Vec<Residency> {
+        self.inner.runtime.pager().residency(self.bar(), pages)
     }
 
     /// The first `limit` pages as characters: `.` absent, `f` filling, `i` on its way, `#`
@@ -185,14 +201,30 @@ impl Vbar {
         vbar::draw(self.bar(), limit)
     }
 
-    /// Closes the VBAR and waits until its memory is given back.
+    /// Closes the VBAR now, whatever handles and allocations of it there are, and never blocks:
+    /// from here on every call on them returns `Closed`. Faults that are under way on other threads
+    /// finish with their pins or return `Closed`. Pins that were given out stay good, guards and
+    /// tokens alike: the pages keep their bytes until they are given back, and the VBAR goes with
+    /// the last of them. Its addresses may belong to somebody else afterwards.
+    ///
+    /// Closing again does nothing but look whether what is left can go.
+    pub fn close(&self) {
+        self.inner.runtime.pager().close_bar(self.bar());
+    }
+
+    /// Whether the VBAR was closed.
+    #[must_use]
+    pub fn is_closed(&self) -> bool {
+        self.bar().is_closed()
+    }
+
+    /// Closes the VBAR, as [`Vbar::close`] does, and waits until its memory is given back.
     ///
     /// # Errors
-    /// `TimedOut` while other handles, allocations or tokens of it live; those of waiting.
+    /// `TimedOut` while pins of it are held; those of waiting. It is closed all the same.
     pub fn destroy_wait(self) -> Result<()> {
-        let (runtime, bar) = (self.inner.runtime.clone(), Arc::clone(self.bar()));
-        drop(self);
-        runtime.pager().wait_closed(&bar)
+        self.close();
+        self.inner.runtime.pager().wait_closed(self.bar())
     }
 
     /// Gives pins back that were taken out of a guard; `stream` as in [`Runtime::unpin`].
@@ -255,16 +287,7 @@ impl VbarInner {
 impl VbarInner {
     #[inline]
     pub(super) fn unpin_hold(&self, hold: &Hold, stream: Stream) -> Result<()> {
-        let pager = self.runtime.pager();
-        // The usual case in place: what a hit moves around is what it costs.
-        let unpinned = match stream == hold.stream {
-            true => pager.unpin(&self.bar, hold),
-            false => pager.unpin_on(&self.bar, hold.clone(), stream),
-        };
-        if self.bar.is_closed() {
-            pager.after_token(&self.bar);
-        }
-        unpinned
+        self.runtime.pager().unpin_on(&self.bar, hold, stream)
     }
 }
 

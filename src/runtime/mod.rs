@@ -214,9 +214,7 @@ impl Runtime {
     /// says of another stream.
     pub fn unpin(&self, token: Token, stream: Stream) -> Result<()> {
         let (bar, hold) = self.inner.pins.take(token)?;
-        let unpinned = self.pager().unpin_on(&bar, hold, stream);
-        self.pager().after_token(&bar);
-        unpinned
+        self.pager().unpin_on(&bar, &hold, stream)
     }
 
     /// Sets the explicit budget in bytes, or lifts it, and gives back at once what it no longer

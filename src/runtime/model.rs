@@ -47,12 +47,13 @@ impl Vbar {
     ///
     /// # Errors
     /// `InvalidArgument` when the VBAR is bound or has allocations, or a segment leaves its file
-    /// or the VBAR; `HostMemory` when the staging ring cannot be page-locked.
+    /// or the VBAR; `Closed`; `HostMemory` when the staging ring cannot be page-locked.
     pub fn bind(
         &self,
         binding: Binding,
         files: Vec<Arc<crate::host::source::ModelFile>>,
     ) -> Result<()> {
+        self.bar().check_open()?;
         let end = binding.end();
         let bound = Bound::new(binding, files)?;
         if end == 0 {

@@ -49,7 +49,7 @@ fn bytes_are_valid_from_commit_until_they_are_lost() {
     allocation.invalidate();
     drop(refill(&allocation, world.stream).commit(world.stream).unwrap());
     vbar.free_memory(P).unwrap();
-    vbar.prioritise();
+    vbar.prioritise().unwrap();
     let guard = refill(&allocation, world.stream).commit(Stream::NONE).unwrap();
     assert_ne!(guard.signature(), signature);
     drop(guard);
@@ -377,7 +377,7 @@ fn a_page_whose_old_mapping_lingers_is_waited_for() {
     drop(resident_on(&new, 0..1, other));
     assert_eq!((old.draw(1).as_str(), drawn(&new, 1).as_str()), ("!", "#"));
     assert_eq!(world.runtime.numbers().lingering_mappings, 1);
-    old.prioritise();
+    old.prioritise().unwrap();
     let late = old.fault(0..P, other).map(drop).unwrap_err();
     assert_eq!(late.code(), ErrorCode::TimedOut);
     assert_eq!(world.runtime.statistics().waited(WaitKind::OldMapping).count, 1);

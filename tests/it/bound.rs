@@ -185,7 +185,7 @@ fn models_compete_by_class() {
     let path = bench.folder.path().join("other.safetensors");
     synthesize(&path, N / 2 * P, SEED + 1).unwrap();
     let other = bench.world.runtime.open_model(&path).unwrap();
-    other.vbar().set_class(1);
+    other.vbar().set_class(1).unwrap();
     let sum = |tensor| tensor_sum(&other, SEED + 1, tensor);
     for _ in 0..3 {
         // The one of lower class streams through what the other leaves.

@@ -5,6 +5,8 @@
 mod allocations;
 mod bound;
 mod cli;
+mod closing;
+mod closing_threads;
 mod door;
 mod files;
 mod forked;

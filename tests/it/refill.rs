@@ -81,7 +81,7 @@ fn pages_that_kept_their_bytes_are_written_after_their_readers() {
     drop(guard);
     drop(resident(&world, &rival, 0..1));
     let drawn = vbar.draw(2);
-    vbar.prioritise();
+    vbar.prioritise().unwrap();
     let fill = refill(&allocation, world.stream);
     write(&world, &fill, world.stream);
     drop(fill.commit(world.stream).unwrap());

@@ -201,7 +201,7 @@ fn a_page_remembers_the_stream_that_committed_its_refill() {
         order(&world, world.stream, writer);
         write_slowly(&world, fill.address(), 4, writer);
         drop(fill.commit(writer).unwrap());
-        next.prioritise();
+        next.prioritise().unwrap();
         let guard = resident_on(&next, 0..1, third);
         world.write(guard.address(), P, 9, third);
         world.sim.ctx_synchronize().unwrap();
@@ -243,7 +243,7 @@ fn a_refill_faulted_without_a_stream_and_committed_on_one_is_waited_for() {
     drop(guard);
     allocation.invalidate();
     drop(refill_late(5));
-    next.prioritise();
+    next.prioritise().unwrap();
     // Without a stream nothing orders the new user, so the page moves idle or not at all.
     drop(next.fault(0..P, Stream::NONE).unwrap());
     world.sim.ctx_synchronize().unwrap();

@@ -68,7 +68,7 @@ fn the_pages_of_a_closed_vbar_go_to_one_that_is_open() {
     let (open, closed) = (world.vbar(8), world.vbar(6));
     drop(resident(&world, &open, 0..8));
     open.end_of_run(world.stream, HeldPins::Keep).unwrap();
-    closed.prioritise();
+    closed.prioritise().unwrap();
     drop(resident(&world, &closed, 0..6));
     drop(closed);
     world.sim.ctx_synchronize().unwrap();
@@ -83,7 +83,7 @@ fn an_open_vbar_comes_back_after_another_failed_to_take_its_pages() {
     let world = World::budget(8);
     let (open, closed) = (world.vbar(8), world.vbar(6));
     drop(resident(&world, &open, 0..8));
-    closed.prioritise();
+    closed.prioritise().unwrap();
     world.sim.fail_nth(Verb::EventRecord, 1, DriverCode::NOT_READY);
     drop(closed.fault(0..6 * P, world.stream));
     world.sim.heal();
@@ -106,7 +106,7 @@ fn a_budget_grows_again_under_a_large_headroom() {
     world.runtime.refresh().unwrap();
     assert!(world.used() < 4, "pressure took nothing");
     world.sim.set_outside_bytes(DEVICE, 0);
-    vbar.prioritise();
+    vbar.prioritise().unwrap();
     let _ = world.touch(&vbar, 0..4);
     world.runtime.refresh().unwrap();
     assert_eq!(world.touch(&vbar, 0..4), Ok(()), "{:?}", world.runtime.numbers());
@@ -187,7 +187,7 @@ fn a_call_that_fails_while_old_mappings_are_reaped_leaves_nothing_behind() {
             world.sim.hold_stream(world.stream).unwrap();
             world.write(guard.address(), 2 * P, 1, world.stream);
             drop(guard);
-            new.prioritise();
+            new.prioritise().unwrap();
             drop(resident_on(&new, 0..2, other));
             world.sim.release_stream(world.stream).unwrap();
             world.sim.ctx_synchronize().unwrap();
@@ -196,7 +196,7 @@ fn a_call_that_fails_while_old_mappings_are_reaped_leaves_nothing_behind() {
         };
         let reap = |world: &World, _: &_| drop(world.runtime.refresh());
         each_failing_call(code, prepare, reap, |world, (old, new, other), case| {
-            old.prioritise();
+            old.prioritise().unwrap();
             let whole = check_healed(&world, &old, 2, case);
             drop((old, new));
             world.sim.stream_destroy(other).unwrap();
@@ -272,7 +272,7 @@ fn a_child_forked_while_other_threads_fault_reads_the_numbers() {
         world.sim.ctx_set_current(Some(world.runtime.device().context)).unwrap();
         let (vbar, stream) = (world.vbar(10), world.another_stream());
         while !stop.load(Ordering::Relaxed) {
-            vbar.prioritise();
+            vbar.prioritise().unwrap();
             drop(vbar.fault(0..10 * P, stream).unwrap());
         }
     };

@@ -199,7 +199,7 @@ fn scenario_31_a_failure_at_any_step_leaves_everything_as_it_was() {
         assert_eq!(error.code(), ErrorCode::Driver, "{name}");
         check_undone(&trial, &before, (supply, eviction), &name);
         trial.world.sim.heal();
-        trial.bar.prioritise();
+        trial.bar.prioritise().unwrap();
         assert_eq!(fault_shape(&trial, shape).unwrap(), None, "{name}");
         trial.world.check();
     });
@@ -237,7 +237,7 @@ fn scenario_31_a_transient_code_that_stays_is_an_outcome() {
             assert_eq!(outcome, Some(Reason::DriverMemory), "{name}");
             check_undone(&trial, &before, (supply, eviction), &name);
             trial.world.sim.heal();
-            trial.bar.prioritise();
+            trial.bar.prioritise().unwrap();
             assert_eq!(fault_shape(&trial, shape).unwrap(), None, "{name}");
             trial.world.check();
         });
@@ -261,7 +261,7 @@ fn scenario_31_what_cannot_be_undone_is_set_aside_and_told() {
             assert_eq!(world.runtime.numbers().quarantined_pages, 1, "{name}");
             assert_eq!(fault(world, bar, 0..2).offloaded(), Some(Reason::Quarantined), "{name}");
             assert_eq!(world.runtime.statistics().refused(Reason::Quarantined), 1);
-            bar.prioritise();
+            bar.prioritise().unwrap();
             drop(resident(world, bar, 2..5));
             assert_eq!(drawn(bar, 8), ".X###...", "{name}");
             world.check();
@@ -336,7 +336,7 @@ fn scenario_47_one_failure_does_not_poison_the_next_call() {
         drop(guard);
         vbar.free_memory(P).unwrap();
         world.runtime.trim(0).unwrap();
-        vbar.prioritise();
+        vbar.prioritise().unwrap();
     }
     world.check();
 }

@@ -24,7 +24,7 @@ fn scenario_6_a_signature_never_comes_again() {
     let after = resident(&world, &second, 0..1).signature().to_vec();
     assert_ne!(before, after);
     second.free_memory(P).unwrap();
-    second.prioritise();
+    second.prioritise().unwrap();
     let refilled = resident(&world, &second, 0..1);
     assert!(refilled.signature() != after && refilled.signature() != before);
 }
@@ -38,13 +38,13 @@ fn check_late_reader(eviction: Eviction, rounds: u64) {
     let mut expected = 0u64;
     let delay = Duration::from_micros(300);
     for round in 0..rounds {
-        old.prioritise();
+        old.prioritise().unwrap();
         let guard = resident(&world, &old, 0..2);
         world.write(guard.address(), 2 * P, round, world.stream);
         world.sum(guard.address(), 2 * P, target, delay, world.stream);
         expected = expected.wrapping_add(pattern_sum(2 * P, round));
         drop(guard);
-        new.prioritise();
+        new.prioritise().unwrap();
         let guard = resident_on(&new, 0..2, writer);
         world.write(guard.address(), 2 * P, !round, writer);
         drop(guard);
@@ -72,7 +72,7 @@ fn scenario_7_giving_back_waits_for_the_reader() {
     let vbar = world.vbar(1);
     let target = world.scratch();
     for round in 0..100 {
-        vbar.prioritise();
+        vbar.prioritise().unwrap();
         let guard = resident(&world, &vbar, 0..1);
         world.write(guard.address(), P, round, world.stream);
         world.sum(guard.address(), P, target, Duration::from_micros(200), world.stream);
@@ -161,10 +161,10 @@ fn scenario_13_eight_threads_and_three_vbars() {
                     let end = (start + 1 + (random >> 24) % 2).min(6);
                     match random % 32 {
                         0 => drop(bar.free_memory((random >> 32) % 4 * P).unwrap()),
-                        1 | 2 => bar.prioritise(),
-                        3 => bar.deprioritise(),
+                        1 | 2 => bar.prioritise().unwrap(),
+                        3 => bar.deprioritise().unwrap(),
                         4 => drop(world.runtime.trim(4 * P).unwrap()),
-                        5 => bar.set_class((random >> 40) as i32 % 3),
+                        5 => bar.set_class((random >> 40) as i32 % 3).unwrap(),
                         _ => match bar.fault(start * P..end * P, stream).unwrap() {
                             Fault::Resident(guard) => drop(guard),
                             Fault::Offloaded(_) => {}
@@ -192,14 +192,14 @@ fn scenario_59_unloading_really_unloads() {
     let world = World::budget(4);
     let vbar = world.vbar(4);
     for round in 0..50 {
-        vbar.prioritise();
+        vbar.prioritise().unwrap();
         let guard = resident(&world, &vbar, 0..4);
         // In flight when the model is unloaded.
         world.write(guard.address(), 4 * P, round, world.stream);
         drop(guard);
         let freed = vbar.free_memory(u64::MAX).unwrap();
         assert_eq!((freed.bytes, world.used()), (4 * P, 0), "round {round}");
-        vbar.prioritise();
+        vbar.prioritise().unwrap();
         let guard = resident(&world, &vbar, 0..4);
         world.write(guard.address(), 4 * P, !round, world.stream);
         world.sim.stream_synchronize(world.stream).unwrap();

@@ -68,12 +68,12 @@ fn scenario_3_free_memory_says_what_it_freed_and_why_not_more() {
     drop(resident(&world, &vbar, 0..6));
     let freed = vbar.free_memory(8 * P).unwrap();
     assert_eq!((freed.bytes, freed.shortfall), (6 * P, Some(Shortfall::NothingResident)));
-    vbar.prioritise();
+    vbar.prioritise().unwrap();
     let held = resident(&world, &vbar, 0..3);
     let freed = vbar.free_memory(P).unwrap();
     assert_eq!((freed.bytes, freed.shortfall), (0, Some(Shortfall::AllPinned(3))));
     drop(held);
-    vbar.set_floor(2);
+    vbar.set_floor(2).unwrap();
     let freed = vbar.free_memory(8 * P).unwrap();
     assert_eq!((freed.bytes, freed.shortfall), (P, Some(Shortfall::AtFloor)));
     let freed = vbar.free_memory(0).unwrap();
@@ -169,7 +169,7 @@ fn scenario_17_other_programs_memory_is_respected() {
         assert!(free() > outside, "no headroom is left with {outside} pages outside");
     }
     world.sim.set_outside_bytes(DEVICE, 0);
-    vbar.prioritise();
+    vbar.prioritise().unwrap();
     drop(resident(&world, &vbar, 0..9));
     world.check();
 }
@@ -206,7 +206,7 @@ fn scenario_18_headroom_changes_at_run_time() {
     let maps = world.sim.calls(Verb::MemMap);
     world.runtime.set_headroom(0).unwrap();
     assert_eq!((world.sim.calls(Verb::MemMap), world.used()), (maps, 4));
-    vbar.prioritise();
+    vbar.prioritise().unwrap();
     drop(resident(&world, &vbar, 0..8));
     world.check();
 }
@@ -216,7 +216,7 @@ fn scenario_58_victims_come_in_the_declared_order() {
     let world = World::budget(9);
     let bars = [world.vbar(3), world.vbar(3), world.vbar(3)];
     for (bar, class) in bars.iter().zip([5, -1, 2]) {
-        bar.set_class(class);
+        bar.set_class(class).unwrap();
         drop(resident(&world, bar, 0..3));
     }
     let all = || bars.each_ref().map(|bar| drawn(bar, 3)).join(" ");
@@ -238,17 +238,17 @@ fn scenario_58_victims_come_in_the_declared_order() {
 fn scenario_58_a_pinned_model_of_lowest_priority_is_skipped() {
     let world = World::budget(6);
     let (low, mid, high) = (world.vbar(3), world.vbar(3), world.vbar(2));
-    low.set_class(-1);
-    high.set_class(1);
+    low.set_class(-1).unwrap();
+    high.set_class(1).unwrap();
     let held = resident(&world, &low, 0..3);
     drop(resident(&world, &mid, 0..3));
     drop(resident(&world, &high, 0..2));
     assert_eq!((low.draw(3).as_str(), drawn(&mid, 3).as_str()), ("PPP", "#.."));
     drop(held);
     // Priorities move without a page lost.
-    mid.prioritise();
-    low.deprioritise();
-    low.set_class(7);
+    mid.prioritise().unwrap();
+    low.deprioritise().unwrap();
+    low.set_class(7).unwrap();
     assert_eq!((drawn(&low, 3).as_str(), drawn(&mid, 3).as_str()), ("###", "#.."));
     world.runtime.set_budget(Some(5 * P)).unwrap();
     assert_eq!((drawn(&low, 3).as_str(), drawn(&mid, 3).as_str()), ("###", "..."));

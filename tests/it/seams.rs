@@ -30,11 +30,11 @@ fn a_cache_is_asked_for_frames_before_pages_are_evicted() {
     let (weights, more) = (world.vbar(2), world.vbar(3));
     drop(resident(&world, &weights, 0..2));
     let cache = Arc::new(Cache { vbar: world.vbar(2), asked: AtomicU64::new(0) });
-    cache.vbar.set_class(7);
+    cache.vbar.set_class(7).unwrap();
     drop(resident(&world, &cache.vbar, 0..2));
     let reclaim: Arc<dyn Reclaim> = cache.clone();
     world.runtime.set_reclaim(&reclaim);
-    more.prioritise();
+    more.prioritise().unwrap();
     drop(resident(&world, &more, 0..2));
     assert_eq!((weights.draw(2).as_str(), cache.vbar.draw(2).as_str()), ("##", ".."));
     assert_eq!(cache.asked.load(Ordering::Relaxed), 1);
@@ -43,7 +43,7 @@ fn a_cache_is_asked_for_frames_before_pages_are_evicted() {
     assert_eq!(weights.draw(2), "#.");
     assert_eq!(cache.asked.load(Ordering::Relaxed), 2);
     drop((reclaim, cache));
-    weights.prioritise();
+    weights.prioritise().unwrap();
     assert_eq!(world.touch(&weights, 0..2), Ok(()));
     world.check();
 }

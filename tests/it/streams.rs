@@ -96,7 +96,7 @@ fn default_streams_work_with_and_without_a_current_context() {
                 let context = Some(world.runtime.device().context);
                 for round in 0..10 {
                     for (bar, allocation) in [(&old, &one), (&new, &two)] {
-                        bar.prioritise();
+                        bar.prioritise().unwrap();
                         world.sim.ctx_set_current(None).unwrap();
                         let AllocationFault::Refill(fill) = allocation.fault(stream).unwrap()
                         else {
@@ -204,7 +204,7 @@ fn a_stream_destroyed_unretired_is_not_its_successor() {
     let (old, new) = (world.vbar(1), world.vbar(1));
     let target = world.scratch();
     for round in 0..20 {
-        old.prioritise();
+        old.prioritise().unwrap();
         let stream = world.another_stream();
         let guard = resident_on(&old, 0..1, stream);
         world.write(guard.address(), P, round, stream);
@@ -213,7 +213,7 @@ fn a_stream_destroyed_unretired_is_not_its_successor() {
         world.sim.stream_destroy(stream).unwrap();
         let again = world.another_stream();
         assert_eq!(again, stream, "the handle comes again");
-        new.prioritise();
+        new.prioritise().unwrap();
         let guard = resident_on(&new, 0..1, again);
         world.write(guard.address(), P, !round, again);
         drop(guard);
@@ -386,7 +386,7 @@ fn other_streams_go_on_while_one_is_captured() {
         world.sim.release_stream(world.stream).unwrap();
         for _ in 0..3 {
             for bar in [&new, &old] {
-                bar.prioritise();
+                bar.prioritise().unwrap();
                 let guard = resident_on(bar, 0..1, third);
                 world.write(guard.address(), P, 2, third);
                 drop(guard);

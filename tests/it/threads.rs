@@ -112,7 +112,7 @@ fn threads_fill_and_read_the_same_allocations() {
                         }
                         fills.fetch_add(1, Ordering::Relaxed);
                     }
-                    AllocationFault::Offloaded(_) => bars[at as usize % 3].prioritise(),
+                    AllocationFault::Offloaded(_) => bars[at as usize % 3].prioritise().unwrap(),
                     AllocationFault::Busy => panic!("the call waits"),
                 }
                 match draw.below(40) {
@@ -137,19 +137,19 @@ fn vbars_come_and_go_while_others_take_their_pages() {
     for eviction in [Eviction::Aliasing, Eviction::Strict] {
         let world = World::evicting(6, eviction);
         let stays = world.vbar(4);
-        stays.set_class(1);
+        stays.set_class(1).unwrap();
         let streams: Vec<_> = (0..THREADS).map(|_| world.another_stream()).collect();
         each_thread(&world, |thread, mut draw| {
             let stream = streams[thread as usize];
             for round in 0..300 {
                 if thread == 0 {
                     let page = draw.below(4);
-                    stays.prioritise();
+                    stays.prioritise().unwrap();
                     drop(stays.fault(page * P..(page + 1) * P, stream).unwrap());
                     continue;
                 }
                 let bar = world.vbar(4);
-                bar.set_class(draw.below(2) as i32);
+                bar.set_class(draw.below(2) as i32).unwrap();
                 let pages = 1 + draw.below(3);
                 let guard = bar.fault(0..pages * P, stream).unwrap().resident();
                 let token = guard.and_then(|guard| {

@@ -9,51 +9,61 @@ use std::time::{Duration, Instant};
 
 use super::Pager;
 use super::plan::{Blocked, Usable, take_pages};
-use super::state::Destination;
+use super::state::{BarState, Destination, Life};
 use crate::counters;
 use crate::driver::DriverResult;
 use crate::error::{Error, ErrorCode, Result};
 use crate::memory::page_table::PageState;
 use crate::memory::space;
-use crate::memory::vbar::Bar;
+use crate::memory::vbar::{Bar, Closer};
 use crate::outcome::WaitKind;
 
 /// Between two looks at closing VBARs passes this many times what the last one took.
 const CLOSING_PAUSE: u32 = 10;
 
+/// What is left of the pages of a VBAR whose last frame has gone.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Left {
+    Nothing,
+    Quarantined,
+}
+
 impl Pager {
-    /// Closes a VBAR without blocking: pages go when their users have passed and their pins are
-    /// gone, the reservation when its last page has gone.
-    pub fn close_bar(&self, bar: &Arc<Bar>) {
+    /// Closes a VBAR without blocking: no call on it succeeds from now on; its pages go when their
+    /// users have passed and their pins are gone, its reservation when its last page has gone.
+    /// Calls under way finish or return `Closed`. Called again it only looks whether what is left
+    /// can go now.
+    pub fn close_bar(&self, bar: &Bar) {
         // After a fork another thread's copy may hold the lock for ever.
         if crate::process::ending() {
             return;
         }
-        bar.note_closed();
-        {
-            let mut state = self.state.lock();
-            let entry = state.bar_mut(bar.id);
-            entry.closing = true;
-            entry.floor = 0;
-            let extent = std::mem::take(&mut entry.extent);
-            state.extents = state.extents.saturating_sub(extent);
-            state.closing += 1;
-            self.update_eager(&state);
-            // What is left of it is taken before anything else.
-            let recency = state.oldest_recency();
-            state.set_rank(bar.id, i32::MIN, recency);
+        if bar.note_closed() == Closer::First {
+            self.start_closing(bar);
         }
-        if let Err(error) = self.device.check().and_then(|()| self.reap_now()) {
-            log::debug!("VBAR {} stays until its runtime closes: {error}", bar.id);
-        }
+        self.tidy_closed(bar);
     }
 
-    /// A token of the VBAR was given back: if it was the last thing that kept a closed one, that
-    /// goes now.
-    pub fn after_token(&self, bar: &Bar) {
-        if bar.is_closed()
-            && let Err(error) = self.device.check().and_then(|()| self.reap_now())
-        {
+    fn start_closing(&self, bar: &Bar) {
+        let mut state = self.state.lock();
+        let Ok(entry) = state.open_mut(bar) else { return };
+        entry.life = Life::Closing;
+        entry.floor = 0;
+        entry.watermark = 0;
+        let extent = std::mem::take(&mut entry.extent);
+        state.extents = state.extents.saturating_sub(extent);
+        state.closing += 1;
+        self.update_eager(&state);
+        // What is left of it is taken before anything else.
+        let recency = state.oldest_recency();
+        state.set_rank(bar.id, i32::MIN, recency);
+    }
+
+    /// Something that may have been the last that kept a closed VBAR is gone: a pin, a fault under
+    /// way, a handle. What can go of it goes now.
+    #[cold]
+    pub(super) fn tidy_closed(&self, bar: &Bar) {
+        if let Err(error) = self.device.check().and_then(|()| self.reap_now()) {
             log::debug!("VBAR {} stays until later: {error}", bar.id);
         }
     }
@@ -82,35 +92,42 @@ impl Pager {
 
     /// Evicts the unpinned pages of closing VBARs, and frees those VBARs that have none left.
     fn finish_closing(&self) {
-        let ids: Vec<u32> = {
-            let state = self.state.lock();
-            state.bars.iter().filter(|(_, entry)| entry.closing).map(|(id, _)| *id).collect()
-        };
+        let closing = |(id, entry): (&u32, &BarState)| (entry.life == Life::Closing).then_some(*id);
+        let ids: Vec<u32> = self.state.lock().bars.iter().filter_map(closing).collect();
         for id in ids {
             self.evict_closing(id);
-            let gone = {
-                let mut state = self.state.lock();
-                let Some(entry) = state.bars.get(&id) else { continue };
-                if !entry.resident.is_empty() {
-                    continue;
-                }
-                let states = entry.bar.table.touched().map(|(_, page)| page.word().state);
-                let left: Vec<PageState> =
-                    states.filter(|state| *state != PageState::Absent).collect();
-                // A page in quarantine will never be absent: its addresses are lost.
-                if left.iter().any(|state| *state != PageState::Quarantined) {
-                    continue;
-                }
-                state.closing -= 1;
-                (state.bars.remove(&id), left.is_empty())
-            };
-            let (Some(entry), all_absent) = gone else { continue };
-            if !all_absent {
+            let Some((bar, left)) = self.start_leaving(id) else { continue };
+            if left == Left::Quarantined {
                 log::error!("addresses of VBAR {id} are lost: it has pages in quarantine");
-            } else if let Err(error) = space::free(&*self.device.driver, entry.bar.space) {
+            } else if let Err(error) = space::free(&*self.device.driver, bar.space) {
                 log::error!("addresses of VBAR {id} are lost: {}", self.device.note(error));
             }
+            // Only now: whoever waits for the VBAR to be gone finds its addresses free.
+            let mut state = self.state.lock();
+            state.bars.remove(&id);
+            state.closing -= 1;
         }
+    }
+
+    /// Takes on the rest of closing a VBAR, if its last page has gone: nobody claims a page of a
+    /// closed VBAR, so none will come back.
+    fn start_leaving(&self, id: u32) -> Option<(Arc<Bar>, Left)> {
+        let mut state = self.state.lock();
+        let entry = state.bars.get_mut(&id)?;
+        if entry.life != Life::Closing || !entry.resident.is_empty() {
+            return None;
+        }
+        let mut left = Left::Nothing;
+        for (_, page) in entry.bar.table.touched() {
+            match page.word().state {
+                PageState::Absent => {}
+                // It will never be absent: its addresses are lost.
+                PageState::Quarantined => left = Left::Quarantined,
+                _ => return None,
+            }
+        }
+        entry.life = Life::Leaving;
+        Some((Arc::clone(&entry.bar), left))
     }
 
     /// Evicts what a closing VBAR has unpinned; its frames are recycled.

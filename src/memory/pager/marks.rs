@@ -1,8 +1,9 @@
 //! What a user sets and reads: VBARs, ranks, watermarks, floors, budget, residency, numbers.
 
+use std::ops::Range;
 use std::sync::Arc;
 
-use super::state::{BarState, State};
+use super::state::{BarState, Life, State};
 use super::{Pager, Poll};
 use crate::driver::CaptureState;
 use crate::error::{Error, ErrorCode, Result};
@@ -124,7 +125,7 @@ impl Pager {
             watermark: bar.table.page_count(),
             floor: 0,
             healing: Healing::new(self.device.options.heal_window),
-            closing: false,
+            life: Life::Open,
             extent: 0,
         };
         state.bars.insert(id, entry);
@@ -140,10 +141,10 @@ impl Pager {
     /// Binds a VBAR that was never used: what pages hold already is not the file's.
     ///
     /// # Errors
-    /// `InvalidArgument` when it is bound, or was allocated or faulted, or is too small.
+    /// `InvalidArgument` when it is bound, or was allocated or faulted, or is too small; `Closed`.
     pub fn bind(&self, bar: &Bar, bound: Arc<Bound>, end: u64) -> Result<()> {
         let mut state = self.state.lock();
-        if state.bar(bar.id).extent > 0 {
+        if state.open(bar)?.extent > 0 {
             let text = "the VBAR was used already: bind it before its first fault";
             return Err(Error::new(ErrorCode::InvalidArgument, text));
         }
@@ -153,54 +154,90 @@ impl Pager {
         Ok(())
     }
 
-    /// A VBAR is allocated or bound up to `end`, in bytes.
-    pub fn note_extent(&self, bar: &Bar, end: u64) {
+    /// Takes the next `bytes` of a bare VBAR. Returns their place.
+    ///
+    /// # Errors
+    /// `NoAddresses` when they do not fit, `InvalidArgument` on a bound VBAR, `Closed`; nothing is
+    /// taken then.
+    pub fn allocate(&self, bar: &Bar, bytes: u64) -> Result<Range<u64>> {
+        self.device.check()?;
         let mut state = self.state.lock();
-        state.raise_extent(bar.id, end);
+        state.open(bar)?;
+        if bar.bound().is_some() {
+            let text = format!("VBAR {} is bound: it has no room for allocations", bar.id);
+            return Err(Error::new(ErrorCode::InvalidArgument, text));
+        }
+        let range = bar.allocate(bytes)?;
+        state.raise_extent(bar.id, range.end);
         self.update_eager(&state);
+        Ok(range)
     }
 
-    /// Marks of a VBAR.
+    /// Marks of a VBAR. Of a closed one: the lowest class, no watermark and no floor, and as
+    /// resident what its pins still keep.
     #[must_use]
     pub fn marks(&self, bar: &Bar) -> BarMarks {
-        let state = self.state.lock();
-        let entry = state.bar(bar.id);
+        let page_count = bar.table.page_count();
+        let state = self.look();
+        let Some(entry) = state.as_ref().and_then(|state| state.bars.get(&bar.id)) else {
+            return BarMarks { class: i32::MIN, watermark: 0, floor: 0, resident: 0, page_count };
+        };
         BarMarks {
             class: entry.rank.class,
             watermark: entry.watermark,
             floor: entry.floor,
             resident: entry.resident.len() as u32,
-            page_count: bar.table.page_count(),
+            page_count,
         }
     }
 
     /// Makes a VBAR the newest of its class and lifts its watermark to all pages.
-    pub fn prioritise(&self, bar: &Bar) {
-        let mut state = self.state.lock();
-        let recency = state.newest_recency();
-        let class = state.bar(bar.id).rank.class;
-        state.set_rank(bar.id, class, recency);
-        state.bar_mut(bar.id).watermark = bar.table.page_count();
+    ///
+    /// # Errors
+    /// `Closed`, `DeviceLost`, `ProcessEnding`; nothing has changed then.
+    pub fn prioritise(&self, bar: &Bar) -> Result<()> {
+        self.change_marks(bar, |state, class, _| {
+            let recency = state.newest_recency();
+            state.set_rank(bar.id, class, recency);
+            state.bar_mut(bar.id).watermark = bar.table.page_count();
+        })
     }
 
     /// Makes a VBAR the oldest of its class; its watermark stays.
-    pub fn deprioritise(&self, bar: &Bar) {
-        let mut state = self.state.lock();
-        let recency = state.oldest_recency();
-        let class = state.bar(bar.id).rank.class;
-        state.set_rank(bar.id, class, recency);
+    ///
+    /// # Errors
+    /// As [`Pager::prioritise`].
+    pub fn deprioritise(&self, bar: &Bar) -> Result<()> {
+        self.change_marks(bar, |state, class, _| {
+            let recency = state.oldest_recency();
+            state.set_rank(bar.id, class, recency);
+        })
     }
 
     /// Puts a VBAR into a class.
-    pub fn set_class(&self, bar: &Bar, class: i32) {
-        let mut state = self.state.lock();
-        let recency = state.bar(bar.id).rank.recency;
-        state.set_rank(bar.id, class, recency);
+    ///
+    /// # Errors
+    /// As [`Pager::prioritise`].
+    pub fn set_class(&self, bar: &Bar, class: i32) -> Result<()> {
+        self.change_marks(bar, |state, _, recency| state.set_rank(bar.id, class, recency))
     }
 
     /// Sets the floor, in pages; at most all pages.
-    pub fn set_floor(&self, bar: &Bar, pages: u32) {
-        self.state.lock().bar_mut(bar.id).floor = pages.min(bar.table.page_count());
+    ///
+    /// # Errors
+    /// As [`Pager::prioritise`].
+    pub fn set_floor(&self, bar: &Bar, pages: u32) -> Result<()> {
+        let floor = pages.min(bar.table.page_count());
+        self.change_marks(bar, |state, _, _| state.bar_mut(bar.id).floor = floor)
+    }
+
+    /// Changes marks of an open VBAR, given its class and recency.
+    fn change_marks(&self, bar: &Bar, change: impl FnOnce(&mut State, i32, i64)) -> Result<()> {
+        self.device.check()?;
+        let mut state = self.state.lock();
+        let Rank { class, recency, .. } = state.open(bar)?.rank;
+        change(&mut state, class, recency);
+        Ok(())
     }
 
     /// Sets a bare VBAR's watermark, in pages, and frees unpinned pages at or above it.
@@ -212,7 +249,7 @@ impl Pager {
         let pages = pages.min(bar.table.page_count());
         let above = {
             let mut state = self.state.lock();
-            let entry = state.bar_mut(bar.id);
+            let entry = state.open_mut(bar)?;
             entry.watermark = pages;
             entry.resident.range(pages.max(entry.floor)..).count() as u64
         };
@@ -220,7 +257,7 @@ impl Pager {
             self.free_from(bar, pages, above.saturating_mul(self.page_bytes()))?;
         }
         // The evictions lowered the mark to the pages that they took, which are all above it.
-        self.state.lock().bar_mut(bar.id).watermark = pages;
+        self.state.lock().open_mut(bar)?.watermark = pages;
         Ok(())
     }
 
@@ -274,7 +311,7 @@ impl Pager {
     /// heal, and reports the pages that still have pins, with their number.
     ///
     /// # Errors
-    /// What the driver says of the stream.
+    /// `Closed`, `DeviceLost`, `ProcessEnding`, and what the driver says of the stream.
     pub fn end_of_run(
         &self,
         bar: &Arc<Bar>,
@@ -282,6 +319,7 @@ impl Pager {
         held: HeldPins,
     ) -> Result<Vec<(PageIndex, u32)>> {
         self.device.check()?;
+        bar.check_open()?;
         let _scope = self.device.enter()?;
         let fence = match self.device.inspect(stream)? {
             (CaptureState::None, Some(slot)) => {
@@ -295,7 +333,7 @@ impl Pager {
         let mut state = self.state.lock();
         let now = self.device.fences.now();
         let surplus = state.creatable(self.page_bytes()) + state.frames.free_count();
-        let entry = state.bar_mut(bar.id);
+        let entry = state.open_mut(bar)?;
         entry.floor = 0;
         let healed = entry.healing.observe(now, surplus);
         entry.watermark = entry.watermark.saturating_add(healed).min(bar.table.page_count());
@@ -316,10 +354,10 @@ impl Pager {
         Ok(pinned.collect())
     }
 
-    /// Every page of a VBAR, from the first.
+    /// The pages of a range, as far as the VBAR has them.
     #[must_use]
-    pub fn residency(&self, bar: &Bar) -> Vec<Residency> {
-        (0..bar.table.page_count())
+    pub fn residency(&self, bar: &Bar, pages: Range<u32>) -> Vec<Residency> {
+        (pages.start..pages.end.min(bar.table.page_count()))
             .map(|index| {
                 let word = bar.table.word(PageIndex(index));
                 Residency {

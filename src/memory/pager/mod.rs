@@ -56,7 +56,7 @@ pub struct Pager {
 }
 
 /// Pins on the pages of one range, given back by [`Pager::unpin`].
-#[derive(Clone, Debug)]
+#[derive(Debug)]
 pub struct Hold {
     /// The pages.
     pub pages: Range<u32>,
@@ -160,7 +160,7 @@ impl Pager {
     /// Makes pages resident and pins them, for use on `stream`.
     ///
     /// # Errors
-    /// `TimedOut`, `Cancelled`, `TooManyPins`, `Io` and `FileChanged` of a bound VBAR,
+    /// `Closed`, `TimedOut`, `Cancelled`, `TooManyPins`, `Io` and `FileChanged` of a bound VBAR,
     /// `DeviceLost`, `ProcessEnding`, and what the driver says. Nothing is pinned then.
     #[inline(always)]
     pub fn fault(
@@ -183,7 +183,7 @@ impl Pager {
     /// As [`Pager::fault`].
     #[inline(always)]
     pub fn hit(&self, bar: &Arc<Bar>, pages: &Range<u32>, stream: Stream) -> Result<Option<Hit>> {
-        if pages.len() != 1 || stream.is_implicit() {
+        if pages.len() != 1 || stream.is_implicit() || bar.is_closed() {
             return Ok(None);
         }
         self.device.check()?;
@@ -217,6 +217,7 @@ impl Pager {
         stream: Stream,
     ) -> Result<Faulted<Hold>> {
         self.device.check()?;
+        bar.check_open()?;
         let context = match stream.is_implicit() {
             true => Some(self.device.enter_context()?),
             false => None,
@@ -244,7 +245,7 @@ impl Pager {
     /// the requests.
     ///
     /// # Errors
-    /// As [`Pager::fault`].
+    /// As [`Pager::fault`]; `Closed` when one of the VBARs is.
     pub fn fault_many(
         &self,
         requests: &[Request<'_>],
@@ -329,6 +330,9 @@ impl Pager {
             // Taken back by a forced end of run meanwhile is as good.
             let _ = page.unpin(*generation);
         }
+        if bar.is_closed() {
+            self.tidy_closed(bar);
+        }
     }
 
     /// In a scope of its own: waiting places and asks about events, which needs the context, and
@@ -381,6 +385,19 @@ impl Pager {
     #[cold]
     #[inline(never)]
     fn fault_slowly(&self, requests: &[Request<'_>], stream: Stream) -> Result<Faulted<Vec<Hold>>> {
+        let faulted = self.serve(requests, stream);
+        // What the request had claimed or protected kept a VBAR that was closed meanwhile; what it
+        // pinned still does.
+        if !matches!(faulted, Ok(Faulted::Resident(_)))
+            && let Some(closed) = requests.iter().find(|request| request.bar.is_closed())
+        {
+            self.tidy_closed(closed.bar);
+        }
+        faulted
+    }
+
+    fn serve(&self, requests: &[Request<'_>], stream: Stream) -> Result<Faulted<Vec<Hold>>> {
+        requests.iter().try_for_each(|request| request.bar.check_open())?;
         let _scope = self.device.enter()?;
         let (capture, slot) = self.device.inspect(stream)?;
         let unreserved = |request: &Request<'_>| {

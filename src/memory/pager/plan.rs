@@ -59,6 +59,9 @@ pub(super) struct Victim {
     pub(super) frame: FrameIndex,
 }
 
+/// Victims, each with what may still use its frame.
+pub(super) type Taken = Vec<(Victim, Vec<Ticket>)>;
+
 impl Victim {
     pub(super) fn entry(&self) -> &Page {
         self.bar.table.page(self.page)
@@ -138,6 +141,8 @@ pub(super) fn plan(
     usable: Usable,
     standing: Standing,
 ) -> Result<Planned> {
+    // Under the lock: a VBAR that is open now cannot be forgotten before its claims are settled.
+    items.iter().try_for_each(|item| state.open(item.bar).map(drop))?;
     let now = device.fences.now();
     let widest = items.iter().map(|item| u64::from(item.pages.end - item.pages.start)).max();
     if widest.unwrap_or(0) > state.allowed_pages(device.options.page_size) {
@@ -498,7 +503,7 @@ pub(super) fn take_pages(
     count: usize,
     usable: Usable,
     blocked: &mut Blocked,
-) -> Vec<(Victim, Vec<Ticket>)> {
+) -> Taken {
     let evict = |page| start_evicting(device, bar, PageIndex(page), usable, blocked);
     if count == 0 { Vec::new() } else { candidates.filter_map(evict).take(count).collect() }
 }

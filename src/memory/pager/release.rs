@@ -6,7 +6,7 @@
 use std::sync::Arc;
 
 use super::Pager;
-use super::plan::{Blocked, Usable, Victim, take_pages};
+use super::plan::{Blocked, Taken, Usable, Victim, take_pages};
 use super::state::{Destination, Lingering, LingeringFrame, State};
 use crate::counters;
 use crate::error::{ErrorCode, Result};
@@ -176,13 +176,8 @@ impl Pager {
     }
 
     /// Takes up to `count` pages of any VBAR, lowest rank first, whose users a fence covers.
-    fn take_by_rank(
-        &self,
-        state: &mut State,
-        count: u32,
-        blocked: &mut Blocked,
-    ) -> Vec<(Victim, Vec<Ticket>)> {
-        let mut taken: Vec<(Victim, Vec<Ticket>)> = Vec::new();
+    fn take_by_rank(&self, state: &mut State, count: u32, blocked: &mut Blocked) -> Taken {
+        let mut taken: Taken = Vec::new();
         for rank in &state.order {
             let missing = count as usize - taken.len();
             if missing == 0 {
@@ -208,11 +203,7 @@ impl Pager {
 
     /// Parts with evicting pages, those in use when their users have passed. Returns how many
     /// frames went to the driver at once.
-    pub(super) fn part_or_linger(
-        &self,
-        pages: Vec<(Victim, Vec<Ticket>)>,
-        destination: Destination,
-    ) -> u32 {
+    pub(super) fn part_or_linger(&self, pages: Taken, destination: Destination) -> u32 {
         let mut released = 0;
         for (victim, users) in pages {
             if users.is_empty() {
@@ -231,13 +222,15 @@ impl Pager {
     /// watermark of a bare one. Waits for fences, never for pins.
     ///
     /// # Errors
-    /// `DeviceLost`, `ProcessEnding`, `Cancelled`, or what the driver says.
+    /// `Closed`, `DeviceLost`, `ProcessEnding`, `Cancelled`, or what the driver says.
     pub fn free_memory(&self, bar: &Arc<Bar>, bytes: u64) -> Result<Freed> {
         self.free_from(bar, 0, bytes)
     }
 
     /// As [`Pager::free_memory`], of pages from `first` on only.
     pub(super) fn free_from(&self, bar: &Arc<Bar>, first: u32, bytes: u64) -> Result<Freed> {
+        self.device.check()?;
+        bar.check_open()?;
         self.free(
             bytes,
             |count| self.take_from_end(bar, first, count),
@@ -262,16 +255,17 @@ impl Pager {
         let take = |count| {
             let mut blocked = Blocked::default();
             let taken = self.take_by_rank(&mut self.state.lock(), count, &mut blocked);
-            (taken, blocked)
+            Ok((taken, blocked))
         };
-        let freed = self.free(bytes - trimmed, take, |blocked| match blocked {
+        let why_nothing = |blocked: &Blocked| match blocked {
             Blocked { unknown: 1.., .. } => Shortfall::FenceUnknown,
             Blocked { pinned: 1.., .. } => Shortfall::AllPinned(blocked.pinned),
             _ => match self.numbers().resident_pages {
                 0 => Shortfall::NothingResident,
                 _ => Shortfall::AtFloor,
             },
-        })?;
+        };
+        let freed = self.free(bytes - trimmed, take, |blocked| Ok(why_nothing(blocked)))?;
         Ok(Freed { bytes: freed.bytes + trimmed, ..freed })
     }
 
@@ -283,8 +277,8 @@ impl Pager {
     fn free(
         &self,
         bytes: u64,
-        take: impl Fn(u32) -> (Vec<(Victim, Vec<Ticket>)>, Blocked),
-        why_nothing: impl Fn(&Blocked) -> Shortfall,
+        take: impl Fn(u32) -> Result<(Taken, Blocked)>,
+        why_nothing: impl Fn(&Blocked) -> Result<Shortfall>,
     ) -> Result<Freed> {
         self.device.check()?;
         let wanted = self.wanted_pages(bytes);
@@ -296,7 +290,7 @@ impl Pager {
             if released >= wanted {
                 break None;
             }
-            let (taken, blocked) = take(wanted - released);
+            let (taken, blocked) = take(wanted - released)?;
             if taken.is_empty() {
                 if let Some(error) = blocked.failed {
                     return Err(self.device.note(error));
@@ -306,7 +300,7 @@ impl Pager {
                     context_waited = true;
                     continue;
                 }
-                break Some(why_nothing(&blocked));
+                break Some(why_nothing(&blocked)?);
             }
             let (ready, late) = self.wait_for_victims(taken)?;
             // A frame that came here by aliasing may have its old mapping still, and its memory is
@@ -323,29 +317,20 @@ impl Pager {
         Ok(Freed { bytes: u64::from(released) * self.page_bytes(), shortfall })
     }
 
-    fn take_from_end(
-        &self,
-        bar: &Arc<Bar>,
-        first: u32,
-        count: u32,
-    ) -> (Vec<(Victim, Vec<Ticket>)>, Blocked) {
+    fn take_from_end(&self, bar: &Arc<Bar>, first: u32, count: u32) -> Result<(Taken, Blocked)> {
         let mut blocked = Blocked::default();
         let mut state = self.state.lock();
-        let entry = state.bar(bar.id);
+        let entry = state.open(bar)?;
         let pages = entry.resident.range(first.max(entry.floor)..).rev().copied();
         let (count, usable) = (count as usize, Usable::Recorded);
         let taken = take_pages(&self.device, bar, pages, count, usable, &mut blocked);
         self.note_taken(&mut state, &taken);
-        (taken, blocked)
+        Ok((taken, blocked))
     }
 
     /// Waits until the victims' users have passed. Returns those whose have, their users cleared,
     /// and those that were late.
-    #[expect(clippy::type_complexity, reason = "two lists of what came in as one")]
-    fn wait_for_victims(
-        &self,
-        taken: Vec<(Victim, Vec<Ticket>)>,
-    ) -> Result<(Vec<(Victim, Vec<Ticket>)>, Vec<(Victim, Vec<Ticket>)>)> {
+    fn wait_for_victims(&self, taken: Taken) -> Result<(Taken, Taken)> {
         let (mut ready, mut late) = (Vec::new(), Vec::new());
         let mut failed = None;
         for (victim, users) in taken {
@@ -369,10 +354,10 @@ impl Pager {
         }
     }
 
-    fn why_nothing(&self, bar: &Arc<Bar>, blocked: &Blocked) -> Shortfall {
+    fn why_nothing(&self, bar: &Arc<Bar>, blocked: &Blocked) -> Result<Shortfall> {
         let state = self.state.lock();
-        let entry = state.bar(bar.id);
-        if entry.resident.is_empty() {
+        let entry = state.open(bar)?;
+        Ok(if entry.resident.is_empty() {
             Shortfall::NothingResident
         } else if entry.resident.range(entry.floor..).next().is_none() {
             Shortfall::AtFloor
@@ -380,7 +365,7 @@ impl Pager {
             Shortfall::FenceUnknown
         } else {
             Shortfall::AllPinned(blocked.pinned)
-        }
+        })
     }
 
     /// Releases free frames to the driver until at most `keep_bytes` of frames are held or no free

@@ -9,6 +9,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crate::driver::FrameHandle;
+use crate::error::Result;
 use crate::memory::budget::Budget;
 use crate::memory::frames::{FrameIndex, Frames};
 use crate::memory::page_table::PageState;
@@ -30,10 +31,19 @@ pub(super) struct BarState {
     /// Pages below are not evicted.
     pub(super) floor: u32,
     pub(super) healing: Healing,
-    /// Closed by its owner; freed when its last page is absent.
-    pub(super) closing: bool,
+    pub(super) life: Life,
     /// Bytes from its start that were allocated, bound or faulted so far.
     pub(super) extent: u64,
+}
+
+/// How far a VBAR has come.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Life {
+    Open,
+    /// Closed by its owner; it goes when its last page is absent.
+    Closing,
+    /// Its last page is absent, and one thread frees its addresses.
+    Leaving,
 }
 
 /// A mapping that outlasts the page's hold on its frame: removed when its users have passed.
@@ -136,23 +146,39 @@ impl State {
     pub(super) fn raise_extent(&mut self, bar: u32, end: u64) {
         let Some(entry) = self.bars.get_mut(&bar) else { return };
         let raised = end.saturating_sub(entry.extent);
-        if !entry.closing && raised > 0 {
+        if entry.life == Life::Open && raised > 0 {
             entry.extent = end;
             self.extents = self.extents.saturating_add(raised);
         }
     }
 
+    /// State of a VBAR that may be used. Another thread may have closed it at any moment before;
+    /// while the lock is held it stays open.
+    pub(super) fn open(&self, bar: &Bar) -> Result<&BarState> {
+        let entry = self.bars.get(&bar.id).filter(|entry| entry.life == Life::Open);
+        entry.ok_or_else(|| bar.closed_error())
+    }
+
+    /// As [`State::open`], to be changed.
+    pub(super) fn open_mut(&mut self, bar: &Bar) -> Result<&mut BarState> {
+        let entry = self.bars.get_mut(&bar.id).filter(|entry| entry.life == Life::Open);
+        entry.ok_or_else(|| bar.closed_error())
+    }
+
+    /// State of a VBAR that was seen open under this lock, or that has resident pages: a closed one
+    /// is forgotten only when its last page is absent.
     pub(super) fn bar(&self, id: u32) -> &BarState {
         self.bars.get(&id).expect("a VBAR's state lives until its last page is absent")
     }
 
+    /// As [`State::bar`], to be changed.
     pub(super) fn bar_mut(&mut self, id: u32) -> &mut BarState {
         self.bars.get_mut(&id).expect("a VBAR's state lives until its last page is absent")
     }
 
     /// Enters a published page. `streams`: it came through a streaming frame.
     pub(super) fn add_resident(&mut self, bar: u32, page: PageIndex, streams: bool) {
-        let entry = self.bars.get_mut(&bar).expect("the page's VBAR is open");
+        let entry = self.bars.get_mut(&bar).expect("the page is not absent, so its VBAR is known");
         if entry.resident.is_empty() {
             self.order.insert(entry.rank);
         }
@@ -164,7 +190,7 @@ impl State {
 
     /// Takes a page out; it is about to be evicted.
     pub(super) fn remove_resident(&mut self, bar: u32, page: PageIndex) {
-        let entry = self.bars.get_mut(&bar).expect("the page's VBAR is open");
+        let entry = self.bars.get_mut(&bar).expect("the page is not absent, so its VBAR is known");
         entry.resident.remove(&page.0);
         if entry.resident.is_empty() {
             self.order.remove(&entry.rank);
@@ -187,13 +213,13 @@ impl State {
         if self.closing == 0 {
             return 0;
         }
-        let closing = self.bars.values().filter(|entry| entry.closing);
+        let closing = self.bars.values().filter(|entry| entry.life != Life::Open);
         closing.map(|entry| entry.resident.len() as u32).sum()
     }
 
     /// Changes a VBAR's rank.
     pub(super) fn set_rank(&mut self, bar: u32, class: i32, recency: i64) {
-        let entry = self.bars.get_mut(&bar).expect("the VBAR is open");
+        let entry = self.bars.get_mut(&bar).expect("the caller has just seen it under the lock");
         let was_in_order = self.order.remove(&entry.rank);
         entry.rank = Rank { class, recency, bar };
         if was_in_order {
@@ -226,7 +252,9 @@ impl State {
     /// Checks the invariants; for tests and debug builds. Pages in the middle of a fault are in
     /// no set yet, so only what is in the sets is checked against the words.
     pub(super) fn is_valid(&self) -> bool {
+        let closing = self.bars.values().filter(|entry| entry.life != Life::Open).count();
         self.frames.is_valid()
+            && closing == self.closing as usize
             && self.bars.values().all(|entry| {
                 let mapped = entry.resident.iter().all(|page| {
                     let state = entry.bar.table.page(PageIndex(*page)).word().state;

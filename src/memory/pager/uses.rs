@@ -47,18 +47,28 @@ impl Pager {
     ///
     /// # Errors
     /// As [`Pager::unpin`]; what the driver says of another stream. The pins are given back.
-    pub fn unpin_on(&self, bar: &Arc<Bar>, mut hold: Hold, stream: Stream) -> Result<()> {
+    #[inline]
+    pub fn unpin_on(&self, bar: &Arc<Bar>, hold: &Hold, stream: Stream) -> Result<()> {
+        match stream == hold.stream {
+            true => self.unpin(bar, hold),
+            false => self.unpin_elsewhere(bar, hold, stream),
+        }
+    }
+
+    #[cold]
+    fn unpin_elsewhere(&self, bar: &Arc<Bar>, hold: &Hold, stream: Stream) -> Result<()> {
         if crate::process::ending() {
             return Ok(());
         }
-        let mut named = Ok(());
-        if !stream.is_none() && stream != hold.stream {
-            named = self.also_used_on(bar, &hold, stream).map(|_| ());
-        }
-        if stream != hold.stream {
-            hold.stream = Stream::NONE;
-        }
-        self.unpin(bar, &hold).and(named)
+        let named = match stream.is_none() {
+            true => Ok(()),
+            false => self.also_used_on(bar, hold, stream).map(|_| ()),
+        };
+        // Given back in its stead: nothing may be asked of the stream that it was faulted for.
+        let (pages, generations) = (hold.pages.clone(), hold.generations.clone());
+        let Hold { slot, kept, .. } = *hold;
+        let gone = Hold { pages, generations, stream: Stream::NONE, slot, kept };
+        self.unpin(bar, &gone).and(named)
     }
 
     #[cold]
@@ -85,7 +95,8 @@ impl Pager {
         let capture = self.device.capture_state(hold.stream)?;
         self.device.fences.note_capture(slot, capture != CaptureState::None);
         match capture {
-            CaptureState::None if self.device.fences.is_record_due(slot) => {
+            // Of a closed VBAR this may be the last use for long: nobody waits for another record.
+            CaptureState::None if bar.is_closed() || self.device.fences.is_record_due(slot) => {
                 let _scope = self.device.enter()?;
                 self.device.fences.record_in_passing(hold.stream, slot)
             }
@@ -168,9 +179,19 @@ impl Pager {
 
     #[inline]
     fn drop_pins(&self, bar: &Bar, hold: &Hold) -> Result<()> {
-        if let Generations::One(generation) = hold.generations {
-            return bar.table.page(PageIndex(hold.pages.start)).unpin(generation);
+        let unpinned = match hold.generations {
+            Generations::One(generation) => {
+                bar.table.page(PageIndex(hold.pages.start)).unpin(generation)
+            }
+            Generations::Many(_) => self.drop_many(bar, hold),
+        };
+        if bar.is_closed() {
+            self.tidy_closed(bar);
         }
+        unpinned
+    }
+
+    fn drop_many(&self, bar: &Bar, hold: &Hold) -> Result<()> {
         let mut result = Ok(());
         let pages = bar.table.pages(hold.pages.clone());
         for ((_, page), generation) in pages.zip(hold.generations.as_slice()) {

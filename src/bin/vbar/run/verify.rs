@@ -144,7 +144,7 @@ impl Verifier {
         let layout = layout.ok_or_else(|| cannot_verify("too many tensors", "use larger pages"))?;
         let vbar = runtime.create_bar(layout.bytes())?;
         // Pages of the model go first.
-        vbar.set_class(i32::MAX);
+        vbar.set_class(i32::MAX)?;
         let staging = Staging::new(device, SLOT_COUNT, layout.chunk_bytes as usize)?;
         let words = locked::allocate(&device.driver, 1, layout.words_bytes as usize)?;
         let words = words
@@ -167,7 +167,7 @@ impl Verifier {
     /// Pins the scratch and zeroes the words.
     pub(super) fn begin<'v>(&'v mut self, compute: &'v Compute) -> Result<Round<'v>> {
         // Its watermark may have sunk while nothing pinned it.
-        self.vbar.prioritise();
+        self.vbar.prioritise()?;
         let scratch = match self.vbar.fault(0..self.layout.bytes(), compute.stream)? {
             Fault::Resident(guard) => guard,
             Fault::Offloaded(Reason::TooLarge) => return Err(too_small(self.vbar.bytes())),

@@ -49,7 +49,7 @@ impl<'w> Checks<'w> {
         let slots = locked::allocate(driver, 1, bytes as usize)?;
         let words = slots.into_iter().next().ok_or_else(|| internal("no slot"))?;
         let vbar = world.runtime.create_bar(bytes)?;
-        vbar.set_class(i32::MAX);
+        vbar.set_class(i32::MAX)?;
         let token = match vbar.fault(0..bytes, streams[0])? {
             Fault::Resident(guard) => guard.into_token(),
             Fault::Offloaded(reason) => {

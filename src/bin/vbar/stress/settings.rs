@@ -52,7 +52,6 @@ impl Worker<'_> {
             1 => vbar.set_class(class),
             _ => vbar.prioritise(),
         }
-        Ok(())
     }
 
     pub(super) fn set_marks(&mut self) -> Result<()> {
@@ -60,8 +59,7 @@ impl Worker<'_> {
         let (is_floor, pages) = (self.choice.one_in(2), self.pages(16) as u32);
         self.tell(|| format!("marks of VBAR {number}: floor {is_floor}, {pages} pages"));
         if is_floor {
-            vbar.set_floor(pages % (FLOOR_MAX + 1));
-            return Ok(());
+            return vbar.set_floor(pages % (FLOOR_MAX + 1));
         }
         vbar.set_watermark(pages)
     }
