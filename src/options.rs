@@ -41,8 +41,8 @@ pub struct RuntimeOptions {
     pub heal_window: Duration,
     /// Fences are recorded at most this often while everything fits.
     pub record_interval: Duration,
-    /// Page-locked slots between file and device, 1 to [`STAGING_SLOTS_MAX`]. One of them is a page,
-    /// rounded down to 16 MiB.
+    /// Page-locked slots between file and device, 1 to [`STAGING_SLOTS_MAX`]. One of them is a
+    /// page, rounded down to 16 MiB.
     pub staging_slot_count: usize,
 }
 

@@ -8,6 +8,7 @@
 
 mod act;
 mod close;
+mod hold;
 mod marks;
 mod patience;
 mod plan;
@@ -35,6 +36,7 @@ use crate::sync::ticket::Ticket;
 use crate::sync::{Condvar, Mutex};
 use crate::units::{Generation, PageIndex, Stream};
 
+pub use hold::{Generations, Hit, Hold};
 pub use marks::{BarMarks, HeldPins, MemoryNumbers, Residency};
 pub use reclaim::Reclaim;
 pub use release::{Freed, Shortfall};
@@ -53,63 +55,6 @@ pub struct Pager {
     changed: Condvar,
     filler: Mutex<Option<Arc<Filler>>>,
     reclaim: Mutex<Option<Weak<dyn Reclaim>>>,
-}
-
-/// Pins on the pages of one range, given back by [`Pager::unpin`].
-#[derive(Debug)]
-pub struct Hold {
-    /// The pages.
-    pub pages: Range<u32>,
-    /// Their generations while pinned: the range's signature.
-    pub generations: Generations,
-    /// The stream that uses the pages, and its slot.
-    pub stream: Stream,
-    /// `None` for `Stream::NONE`.
-    pub slot: Option<StreamSlot>,
-    /// The pages are pinned to the graph that the stream captured into, too.
-    kept: bool,
-}
-
-/// A pinned page, before anybody has decided where its hold lives.
-#[derive(Clone, Copy)]
-pub struct Hit {
-    page: u32,
-    /// Of the page.
-    pub generation: Generation,
-    stream: Stream,
-    slot: Option<StreamSlot>,
-}
-
-impl Hit {
-    /// The hold of the page's pin.
-    #[inline(always)]
-    #[must_use]
-    pub fn into_hold(self) -> Hold {
-        let Self { page, generation, stream, slot } = self;
-        let (pages, generations) = (page..page + 1, Generations::One(generation));
-        Hold { pages, generations, stream, slot, kept: false }
-    }
-}
-
-/// Generations of the pages of a range. Of one page, the common case, without an allocation and in
-/// few words: what a hit moves around is what it costs.
-#[derive(Clone, Debug)]
-pub enum Generations {
-    /// Of exactly one page.
-    One(Generation),
-    /// Of any other number.
-    Many(Vec<Generation>),
-}
-
-impl Generations {
-    /// In order of the pages.
-    #[must_use]
-    pub fn as_slice(&self) -> &[Generation] {
-        match self {
-            Self::One(generation) => std::slice::from_ref(generation),
-            Self::Many(generations) => generations,
-        }
-    }
 }
 
 /// What a fault came to.
