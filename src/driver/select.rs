@@ -75,7 +75,8 @@ impl Selection {
 /// # Errors
 /// `DriverMissing` or `Driver` when CUDA was asked for and is not there, `DeviceNotRegistered` for
 /// an ordinal that the driver does not have, `InvalidArgument` for a [`VARIABLE`] that says
-/// nothing. `Auto` without the variable never fails for want of a driver.
+/// nothing, `HostMemory` when the system does not give a simulated device its addresses. `Auto`
+/// without the variable never fails for want of a driver.
 pub fn open(selection: &Selection) -> Result<Opened> {
     let variable = std::env::var_os(VARIABLE).map(|text| text.to_string_lossy().into_owned());
     open_with(selection, variable.as_deref(), Cuda::open)
@@ -88,7 +89,7 @@ fn open_with(
 ) -> Result<Opened> {
     match selection {
         Selection::Cuda(device) => cuda(open_cuda()?, *device, "asked for"),
-        Selection::Sim(options) => Ok(sim(options.clone(), "asked for")),
+        Selection::Sim(options) => sim(options.clone(), "asked for"),
         Selection::Auto => match variable.filter(|text| !text.is_empty()) {
             Some(text) => {
                 let named = Selection::parse(text).map_err(|error| error.context(VARIABLE))?;
@@ -96,7 +97,7 @@ fn open_with(
                 match named {
                     Selection::Auto => automatic(open_cuda),
                     Selection::Cuda(device) => cuda(open_cuda()?, device, &why),
-                    Selection::Sim(options) => Ok(sim(options, &why)),
+                    Selection::Sim(options) => sim(options, &why),
                 }
             }
             None => automatic(open_cuda),
@@ -121,7 +122,8 @@ fn automatic(open_cuda: impl Fn() -> Result<Arc<Cuda>>) -> Result<Opened> {
         }
     };
     let how = format!("simulated device ({short})");
-    Ok(Opened { missing: Some(missing), how, ..sim(SimOptions::default(), &short) })
+    let sim = sim(SimOptions::default(), &short).map_err(|error| error.context(&how))?;
+    Ok(Opened { missing: Some(missing), how, ..sim })
 }
 
 /// One short clause; the advice is in [`Opened::missing`].
@@ -147,11 +149,11 @@ fn cuda(driver: Arc<Cuda>, device: DeviceOrdinal, why: &str) -> Result<Opened> {
     Ok(Opened { driver, device, sim: None, how, missing: None })
 }
 
-fn sim(options: SimOptions, why: &str) -> Opened {
-    let sim = Sim::new(options);
+fn sim(options: SimOptions, why: &str) -> Result<Opened> {
+    let sim = Sim::try_new(options)?;
     let how = format!("a simulated device in host memory, {} ({why})", sim.driver().description());
     let (driver, device) = (sim.driver(), DeviceOrdinal(0));
-    Opened { driver, device, sim: Some(sim), how, missing: None }
+    Ok(Opened { driver, device, sim: Some(sim), how, missing: None })
 }
 
 #[cfg(test)]

@@ -1,5 +1,7 @@
 //! `vbar doctor`: verdicts with advice, the same for people and programs, and the exit code.
 
+use std::process::Command;
+
 use serde_json::Value;
 
 use crate::program::{SIM, json, lines, model, number, on_terminal, output, text, vbar};
@@ -76,6 +78,10 @@ fn a_device_that_cannot_work_is_a_problem() {
         assert_eq!(line(&report, topic)["verdict"], "problem", "{report:#}");
         assert_eq!(report["measured"], Value::Null, "nothing can be measured on it");
     }
+    // Another device than the chosen one may be anybody's.
+    let device = format!("{SIM},devices=2,fail=device_primary_ctx_retain:2:46");
+    let report = json(0, &["doctor", "--device", &device, "--json", "--no-measure"]);
+    assert_eq!(line(&report, "memory 1")["verdict"], "note", "{report:#}");
     // A copy that fails is told, and no reason to call the machine unfit.
     let device = format!("{SIM},fail=memcpy_htod_async:1:2");
     let report = json(0, &["doctor", "--device", &device, "--json"]);
@@ -167,4 +173,31 @@ fn a_machine_without_a_gpu_is_told_so() {
             assert!(last.starts_with(expected), "{people}");
         }
     }
+}
+
+#[test]
+fn a_limited_address_space_is_an_error_and_no_panic() {
+    let limited = |arguments: &str| {
+        let script = format!("ulimit -v 4000000; exec \"$0\" {arguments}");
+        let program = env!("CARGO_BIN_EXE_vbar");
+        Command::new("sh")
+            .args(["-c", &script, program])
+            .env_remove("VBAR_DRIVER")
+            .output()
+            .unwrap()
+    };
+    let refused = limited("doctor --device sim:capacity=8G");
+    let errors = String::from_utf8_lossy(&refused.stderr);
+    assert_eq!(refused.status.code(), Some(3), "{errors}");
+    assert!(
+        errors.starts_with("vbar: a simulated device of 8.0 GiB cannot have its addresses"),
+        "{errors}"
+    );
+    // One that fits works, and the limit is told.
+    let fits = limited("doctor --device sim:capacity=16M,granularity=64K --json");
+    let report: Value = serde_json::from_slice(&fits.stdout).unwrap();
+    assert_eq!(
+        (fits.status.code(), &line(&report, "RLIMIT_AS")["verdict"]),
+        (Some(0), &"note".into())
+    );
 }

@@ -22,7 +22,7 @@ use vbar::driver::select::{self, Opened, Selection};
 use vbar::driver::{DeviceAttribute, Driver};
 use vbar::host::allowance::SystemMemory;
 use vbar::units::DeviceOrdinal;
-use vbar::{Error, Result};
+use vbar::{Error, ErrorCode, Result};
 
 use crate::arguments;
 use crate::help::{DEVICES, Help};
@@ -138,7 +138,7 @@ fn open(selection: &Selection) -> Result<std::result::Result<Opened, Error>> {
     match select::open(selection) {
         Ok(opened) => Ok(Ok(opened)),
         Err(error) if matches!(selection, Selection::Sim(_)) => Err(error),
-        Err(error) if error.code() == vbar::ErrorCode::InvalidArgument => Err(error),
+        Err(error) if error.code() == ErrorCode::InvalidArgument => Err(error),
         Err(error) => Ok(Err(error)),
     }
 }
@@ -153,8 +153,18 @@ fn examine_driver(
         Ok(opened) => opened.missing.clone(),
         Err(error) => Some(error.to_string()),
     };
-    if let Some(why) = why {
-        lines.extend(facts.failure_lines(&why, &machine.root));
+    match (why, opened.as_ref().err().map(Error::code)) {
+        // The driver works, but has no such device.
+        (Some(why), Some(ErrorCode::DeviceNotRegistered)) => {
+            let advice = "nvidia-smi -L lists them; CUDA_VISIBLE_DEVICES hides and renumbers them";
+            lines.push(Line::problem("device", why, advice));
+        }
+        // Not the driver's fault: there was nobody to ask it.
+        (Some(why), Some(ErrorCode::HostMemory)) => {
+            lines.push(Line::problem("simulated", why, "ulimit -v unlimited"));
+        }
+        (Some(why), _) => lines.extend(facts.failure_lines(&why, &machine.root)),
+        (None, _) => {}
     }
     if opened.is_ok() {
         lines.extend(facts.lines());
@@ -181,7 +191,12 @@ fn examine_devices(
     for ordinal in 0..count {
         let ordinal = DeviceOrdinal(ordinal);
         let device = Device::examine(&opened.driver, ordinal, module, &machine.root);
-        lines.extend(device.lines());
+        // What others do with another device is no fault of the one that was chosen.
+        let told = device.lines().into_iter().map(|line| match ordinal == opened.device {
+            true => line,
+            false => line.at_most_a_note(),
+        });
+        lines.extend(told);
         devices.push(device);
     }
     devices
@@ -208,10 +223,15 @@ fn measured(
     // Where the allowance is not known, a few buffers are no risk.
     let allowance_bytes = memory.map_or(u64::MAX, |memory| memory.allowance_bytes);
     let means = chosen.and_then(|device| device.means(opened.sim.is_some(), allowance_bytes))?;
-    match measure::measure(&opened.driver, means) {
+    match measure::measure(&opened.driver, means, measure::PATIENCE) {
         Ok(measured) => {
             lines.extend(measured.lines());
             Some(measured)
+        }
+        Err(error) if matches!(error.code(), ErrorCode::TimedOut | ErrorCode::DeviceLost) => {
+            let advice = "nvidia-smi; dmesg | grep -i xid tells what the device reported";
+            lines.push(Line::problem("link", error.to_string(), advice));
+            None
         }
         Err(error) => {
             let advice = "try again when less is going on, or leave it out with --no-measure";

@@ -53,6 +53,14 @@ impl Line {
     }
 }
 
+impl Line {
+    /// The same where it is no reason to call the machine unfit.
+    pub(super) fn at_most_a_note(self) -> Self {
+        let problem = self.verdict == Level::Problem;
+        Self { verdict: if problem { Level::Note } else { self.verdict }, ..self }
+    }
+}
+
 const VERDICT_COLUMNS: usize = 9;
 const TOPIC_COLUMNS: usize = 16;
 /// On narrower terminals the text stands below verdict and topic.
