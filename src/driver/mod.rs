@@ -71,6 +71,17 @@ pub struct DeviceMemory {
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[repr(i32)]
 pub enum DeviceAttribute {
+    /// Whether the device has no memory of its own and uses the machine's: 1 or 0.
+    Integrated = 18,
+    /// `CUcomputemode`: 0 any number of contexts, 2 none, 3 those of one process.
+    ComputeMode = 20,
+    /// Bus of the device's place in the machine. A simulated device has no place: `INVALID_VALUE`,
+    /// as for the other two.
+    PciBusId = 33,
+    /// Number of the device on its bus.
+    PciDeviceId = 34,
+    /// Domain of the device's place in the machine.
+    PciDomainId = 50,
     /// Major compute capability.
     ComputeCapabilityMajor = 75,
     /// Minor compute capability.

@@ -77,7 +77,8 @@ impl Selection {
 /// # Errors
 /// `DriverMissing` or `Driver` when CUDA was asked for and is not there, `DeviceNotRegistered` for
 /// an ordinal that the driver does not have, `InvalidArgument` for a [`VARIABLE`] that says
-/// nothing. `Auto` without the variable never fails for want of a driver.
+/// nothing, `HostMemory` when the system does not give a simulated device its addresses. `Auto`
+/// without the variable never fails for want of a driver.
 pub fn open(selection: &Selection) -> Result<Opened> {
     let variable = std::env::var_os(VARIABLE).map(|text| text.to_string_lossy().into_owned());
     open_with(selection, variable.as_deref(), Cuda::open)
@@ -105,7 +106,7 @@ pub fn open_shared(selection: &Selection) -> Result<Opened> {
             if let Some(sim) = alike {
                 return Ok(opened_sim(sim, "asked for"));
             }
-            let opened = sim(options.clone(), "asked for");
+            let opened = sim(options.clone(), "asked for")?;
             shared.extend(opened.sim.as_ref().map(Arc::downgrade));
             Ok(opened)
         }
@@ -139,7 +140,7 @@ fn open_with(
 ) -> Result<Opened> {
     match selection {
         Selection::Cuda(device) => cuda(open_cuda()?, *device, "asked for"),
-        Selection::Sim(options) => Ok(sim(options.clone(), "asked for")),
+        Selection::Sim(options) => sim(options.clone(), "asked for"),
         Selection::Auto => match variable.filter(|text| !text.is_empty()) {
             Some(text) => {
                 let named = Selection::parse(text).map_err(|error| error.context(VARIABLE))?;
@@ -147,7 +148,7 @@ fn open_with(
                 match named {
                     Selection::Auto => automatic(open_cuda),
                     Selection::Cuda(device) => cuda(open_cuda()?, device, &why),
-                    Selection::Sim(options) => Ok(sim(options, &why)),
+                    Selection::Sim(options) => sim(options, &why),
                 }
             }
             None => automatic(open_cuda),
@@ -172,7 +173,8 @@ fn automatic(open_cuda: impl Fn() -> Result<Arc<Cuda>>) -> Result<Opened> {
         }
     };
     let how = format!("simulated device ({short})");
-    Ok(Opened { missing: Some(missing), how, ..sim(SimOptions::default(), &short) })
+    let sim = sim(SimOptions::default(), &short).map_err(|error| error.context(&how))?;
+    Ok(Opened { missing: Some(missing), how, ..sim })
 }
 
 /// One short clause; the advice is in [`Opened::missing`].
@@ -198,8 +200,8 @@ fn cuda(driver: Arc<Cuda>, device: DeviceOrdinal, why: &str) -> Result<Opened> {
     Ok(Opened { driver, device, sim: None, how, missing: None })
 }
 
-fn sim(options: SimOptions, why: &str) -> Opened {
-    opened_sim(Sim::new(options), why)
+fn sim(options: SimOptions, why: &str) -> Result<Opened> {
+    Ok(opened_sim(Sim::try_new(options)?, why))
 }
 
 fn opened_sim(sim: Arc<Sim>, why: &str) -> Opened {

@@ -1,8 +1,14 @@
-//! The host's side of the bytes: model files, their headers, and reading them.
+//! The host's side of the bytes: model files, their headers, reading them, and the memory that may
+//! hold them.
 
+pub mod allowance;
 pub mod bound;
 pub mod checksum;
+pub mod file_system;
 pub mod locked;
 pub mod model_files;
+pub mod mounts;
+pub mod pageable;
 pub mod safetensors;
 pub mod source;
+pub mod system_memory;

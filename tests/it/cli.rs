@@ -1,49 +1,10 @@
 //! The program: what it prints, what it returns, and that it finds what is wrong.
 
-use std::path::{Path, PathBuf};
-use std::process::{Command, Output, Stdio};
+use std::process::Stdio;
 
 use serde_json::Value;
 
-/// Small pages, so that small models have many.
-const SIM: &str = "sim:capacity=64M,granularity=64K";
-
-fn vbar(arguments: &[&str]) -> Command {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_vbar"));
-    command.args(arguments).env_remove("VBAR_DRIVER").env_remove("RUST_LOG");
-    command
-}
-
-fn output(arguments: &[&str]) -> Output {
-    vbar(arguments).output().unwrap()
-}
-
-/// Runs the program, which must return `code`, and parses the one object that it prints.
-#[track_caller]
-fn json(code: i32, arguments: &[&str]) -> Value {
-    let output = output(arguments);
-    let errors = String::from_utf8_lossy(&output.stderr);
-    let text = String::from_utf8_lossy(&output.stdout);
-    assert_eq!(output.status.code(), Some(code), "{arguments:?}\n{text}\n{errors}");
-    serde_json::from_str(&text).unwrap_or_else(|error| panic!("{error}: {text}\n{errors}"))
-}
-
-fn number(value: &Value, key: &str) -> u64 {
-    value[key].as_u64().unwrap_or_else(|| panic!("{key} in {value}"))
-}
-
-/// A model in a folder that is removed with it.
-fn model(bytes: &str) -> (tempfile::TempDir, PathBuf) {
-    let folder = tempfile::tempdir().unwrap();
-    let path = folder.path().join("model.safetensors");
-    let report = json(0, &["synth", text(&path), "--bytes", bytes, "--seed", "7", "--json"]);
-    assert_eq!(report["written"], true);
-    (folder, path)
-}
-
-fn text(path: &Path) -> &str {
-    path.to_str().unwrap()
-}
+use crate::program::{SIM, json, model, number, output, text, vbar};
 
 /// Every pass accounts for every tensor, nothing was above the budget, and all bytes were right.
 #[track_caller]
@@ -233,6 +194,11 @@ fn wrong_arguments_are_told() {
         &["synth", "/nowhere/x", "--bytes", "63K"],
         &["synth", "/nowhere/x", "--bytes", "1M", "--shards", "0"],
         &["synth", "/nowhere/x", "--bytes", "1M", "--shards", "17"],
+        &["inspect", "x", "--page-size", "5M"],
+        &["inspect", "x", "--page-size", "2K"],
+        &["doctor", "x", "y"],
+        &["doctor", "--device", "sim:colour=red"],
+        &["completions", "tcsh"],
         &["fly"],
         &[],
     ] {
@@ -246,21 +212,61 @@ fn wrong_arguments_are_told() {
 
 #[test]
 fn missing_files_are_errors() {
-    let report = json(3, &["run", "/nowhere/model.safetensors", "--json", "--device", SIM]);
-    let error = report["error"].as_str().unwrap();
-    assert!(error.starts_with("/nowhere/model.safetensors: "), "{error}");
-    assert!(error.ends_with("; `vbar synth` writes one to try"), "{error}");
-    let output = output(&["inspect", "/nowhere/model.safetensors"]);
-    assert_eq!(output.status.code(), Some(3));
-    assert!(String::from_utf8_lossy(&output.stderr).contains("/nowhere/model.safetensors"));
+    for command in ["run", "inspect", "doctor"] {
+        let report = json(3, &[command, "/nowhere/model.safetensors", "--json"]);
+        let error = report["error"].as_str().unwrap();
+        assert!(error.starts_with("/nowhere/model.safetensors: "), "{error}");
+        assert!(error.ends_with("; `vbar synth` writes one to try"), "{error}");
+        let output = output(&[command, "/nowhere/model.safetensors"]);
+        assert_eq!(output.status.code(), Some(3));
+        assert!(output.stdout.is_empty(), "{command}");
+        assert!(String::from_utf8_lossy(&output.stderr).starts_with("vbar: /nowhere/model"));
+    }
     let report = json(3, &["synth", "/nowhere/x", "--bytes", "1M", "--json"]);
     assert_eq!(report["error"], "/nowhere/x: the folder /nowhere does not exist");
 }
 
 #[test]
+fn what_is_no_model_is_an_error_that_says_why() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = |name: &str, bytes: &[u8]| {
+        let path = folder.path().join(name);
+        std::fs::write(&path, bytes).unwrap();
+        path
+    };
+    let short = file("short.safetensors", b"1234");
+    let noise = file("noise.safetensors", &[0xFF; 64]);
+    let empty = folder.path().join("empty");
+    std::fs::create_dir(&empty).unwrap();
+    for (path, why) in [
+        (text(&empty), "no *.safetensors file in the folder"),
+        (text(&short), "4 bytes"),
+        (text(&noise), "header"),
+        ("/dev/null", "not a regular file"),
+    ] {
+        for command in ["inspect", "run", "doctor"] {
+            let report = json(3, &[command, path, "--json"]);
+            let error = report["error"].as_str().unwrap();
+            assert!(error.starts_with(path) && error.contains(why), "{command}: {error}");
+        }
+    }
+}
+
+#[test]
 fn a_reader_who_goes_away_is_no_panic() {
     let (_folder, path) = model("1M");
-    for arguments in [&["inspect", text(&path)][..], &["--help"], &["doctor", "--device", SIM]] {
+    let doctor = ["doctor", "--no-measure", "--device", SIM];
+    for arguments in [
+        &["inspect", text(&path)][..],
+        &["inspect", text(&path), "--json"],
+        &["--help"],
+        &["run", "--help"],
+        &["man"],
+        &["completions", "bash"],
+        &doctor,
+        &["doctor", "--device", SIM, "--json"],
+        &["run", text(&path), "--device", SIM, "--budget", "50%"],
+    ] {
         let mut child =
             vbar(arguments).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
         drop(child.stdout.take());
@@ -271,28 +277,12 @@ fn a_reader_who_goes_away_is_no_panic() {
 }
 
 #[test]
-fn doctor_says_what_is_there_and_what_is_missing() {
-    let report = json(0, &["doctor", "--device", SIM, "--json"]);
-    let device = &report["devices"][0];
-    assert_eq!(
-        (number(device, "granularity_bytes"), number(device, "total_bytes")),
-        (65536, 64 << 20)
-    );
-    let report = json(1, &["doctor", "--device", "sim:vmm=0", "--json"]);
-    assert!(report["missing"][0].as_str().unwrap().contains("virtual memory management"));
-    let by_variable = vbar(&["doctor"]).env("VBAR_DRIVER", SIM).output().unwrap();
-    assert_eq!(by_variable.status.code(), Some(0));
-    let by_variable = String::from_utf8(by_variable.stdout).unwrap();
-    assert!(by_variable.contains("fit: yes"), "{by_variable}");
-    // Whether there is a driver or not, it answers.
-    let plain = output(&["doctor", "--json"]);
-    let report: Value = serde_json::from_slice(&plain.stdout).unwrap();
-    assert_eq!(report["ok"].as_bool(), Some(plain.status.success()));
-    assert_eq!(report["missing"].as_array().unwrap().is_empty(), plain.status.success());
-    if report["driver"].as_str().unwrap().starts_with("simulated device (") {
-        let lines = String::from_utf8(output(&["doctor"]).stdout).unwrap();
-        assert!(lines.ends_with("fit: for the simulated device only; no GPU\n"), "{lines}");
-        assert!(lines.matches("NVIDIA driver").count() <= 1 && !lines.contains("VBAR_DRIVER"));
+fn what_cannot_be_written_is_an_error() {
+    let (_folder, path) = model("1M");
+    for arguments in [&["inspect", text(&path)][..], &["--help"], &["man"], &["run", "--help"]] {
+        let full = std::fs::File::options().write(true).open("/dev/full").unwrap();
+        let output = vbar(arguments).stdout(full).stderr(Stdio::piped()).output().unwrap();
+        assert_eq!(output.status.code(), Some(3), "{arguments:?}");
     }
 }
 

@@ -5,12 +5,17 @@
 mod allocations;
 mod bound;
 mod cli;
+mod cli_doctor;
+mod cli_help;
+mod cli_inspect;
+mod cli_terminal;
 mod closing;
 mod closing_threads;
 mod door;
 mod files;
 mod forked;
 mod limits;
+mod program;
 mod refill;
 mod reviewed;
 mod reviewed_life;

@@ -24,7 +24,7 @@ pub(crate) fn argument_of_bytes(bytes: u64) -> String {
 /// A page size.
 pub(crate) fn page_size(text: &str) -> Result<PageSize, String> {
     let bytes = parse_bytes(text)?;
-    PageSize::new(bytes).ok_or_else(|| format!("{text}: pages are a power of two, at least 4K"))
+    PageSize::new(bytes).ok_or_else(|| format!("{text}: pages are a power of two, 4K to 1T"))
 }
 
 /// A device by its words.

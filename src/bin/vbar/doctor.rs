@@ -1,145 +1,259 @@
-//! `vbar doctor`: is this machine fit, and what is missing.
+//! `vbar doctor`: is this machine fit, and what to do where it is not.
 //!
-//! A machine without a CUDA device is told so and does not pass, unless a simulated one was asked
-//! for by `--device` or `VBAR_DRIVER`. How to get a driver is said here and nowhere else.
+//! Owns the order of what is examined, the report for programs, and what makes a machine unfit: a
+//! problem of the driver or of a device, or no GPU where none was said to be simulated. Limits and
+//! slow disks are notes. Each part is examined by a module of its own.
+
+mod device;
+mod driver;
+mod limits;
+mod line;
+mod machine;
+mod measure;
+mod memory;
+mod model;
+mod window;
+
+use std::path::PathBuf;
 
 use clap::Args;
 use serde::Serialize;
-use vbar::Result;
-use vbar::driver::select::{self, Selection};
-use vbar::driver::{DeviceAttribute, DeviceMemory, Driver};
-use vbar::units::{DeviceOrdinal, format_bytes};
+use vbar::driver::select::{self, Opened, Selection};
+use vbar::driver::{DeviceAttribute, Driver};
+use vbar::host::allowance::SystemMemory;
+use vbar::units::DeviceOrdinal;
+use vbar::{Error, ErrorCode, Result};
 
 use crate::arguments;
+use crate::help::{DEVICES, Help};
+use crate::models;
 use crate::output::{Output, Verdict};
+use device::Device;
+use driver::DriverFacts;
+use limits::Limits;
+use line::{Level, Line, Lines};
+use machine::{Machine, Platform};
+use measure::Measured;
+use memory::Memory;
+use model::ModelFacts;
 
-const EXAMPLES: &str = "\
-Examples:
-  vbar doctor
-  vbar doctor --device cuda
-  vbar doctor --device sim:capacity=8G --json
+pub(crate) const HELP: Help = Help {
+    examples: &[
+        ("Everything, with the link's speed", "vbar doctor"),
+        ("The file system of a model too", "vbar doctor model.safetensors"),
+        ("Insist on a GPU, and measure the second one", "vbar doctor --device cuda:1"),
+        (
+            "What is wrong, for a program",
+            "vbar doctor --no-measure --json | jq '.lines[] | select(.verdict != \"ok\")'",
+        ),
+    ],
+    notes: &[
+        "Each line is ok, a note (it works, but better known) or a problem (the machine is not fit \
+         because of it), with what to do behind an arrow. All devices are described, the chosen \
+         one is measured: a few copies of at most 64 MiB in either direction, and the allocation \
+         of as much page-locked memory; two seconds in all. Nothing is kept.",
+        DEVICES,
+    ],
+    exit: &[
+        (0, "fit: no problem was found"),
+        (1, "not fit, also where auto finds no GPU and only the simulated device is left"),
+    ],
+};
 
-The exit code is 1 when something is missing, also where auto finds no GPU and only the simulated
-device is left.";
-
-/// Say whether this machine is fit, and what is missing
+/// Say whether this machine is fit, and what to do where it is not
 #[derive(Args)]
-#[command(after_help = EXAMPLES)]
+#[command(after_help = HELP.text())]
 pub(crate) struct Arguments {
+    /// A model whose file system is examined too: a safetensors file, the index of a sharded model,
+    /// or a folder with one of them
+    model: Option<PathBuf>,
     /// auto, cuda[:index] or sim[:options]
     #[arg(long, value_parser = arguments::device, default_value = "auto")]
     device: Selection,
+    /// Do not measure the link and page-locking
+    #[arg(long)]
+    no_measure: bool,
 }
 
+/// The serialized fields are part of the program's interface. What could not be read is null, and
+/// a line says why.
 #[derive(Serialize)]
 struct Report {
-    driver: String,
-    version: Option<String>,
+    driver: DriverFacts,
     devices: Vec<Device>,
-    missing: Vec<String>,
+    platform: Option<Platform>,
+    memory: Option<Memory>,
+    limits: Option<Limits>,
+    model: Option<ModelFacts>,
+    measured: Option<Measured>,
+    lines: Vec<Line>,
     ok: bool,
-    /// `auto` found no GPU.
-    #[serde(skip)]
-    simulated_only: bool,
-}
-
-#[derive(Serialize)]
-struct Device {
-    ordinal: u32,
-    name: String,
-    compute_capability: Option<String>,
-    virtual_memory_management: bool,
-    granularity_bytes: Option<u64>,
-    total_bytes: u64,
-    free_bytes: Option<u64>,
 }
 
 /// Runs the command.
 pub(crate) fn doctor(arguments: &Arguments, output: &Output) -> Result<Verdict> {
-    let report = examine(&arguments.device)?;
+    // A model that is not there is an error, as for every subcommand, and no finding.
+    let model = arguments.model.as_deref().map(models::open).transpose()?;
+    let machine = Machine::here();
+    let mut lines = Lines::new(output);
+    let opened = open(&arguments.device)?;
+    let driver = examine_driver(&opened, &machine, &mut lines)?;
+    let opened = opened.ok();
+    let devices = examine_devices(opened.as_ref(), &driver, &machine, &mut lines);
+    let platform = noted("machine", Platform::read(&machine), &mut lines);
+    if let Some(platform) = &platform {
+        let mig = devices.iter().filter(|device| device.is_mig()).map(Device::title);
+        lines.extend(platform.lines(&mig.collect::<Vec<_>>()));
+    }
+    let memory = noted("RAM", SystemMemory::read(&machine.root).map(Memory::new), &mut lines);
+    lines.extend(memory.iter().flat_map(Memory::lines));
+    let model = model.as_ref().map(|model| ModelFacts::read(model, &machine.root));
+    let model = model.and_then(|model| noted("model", model, &mut lines));
+    let limits = noted("limits", Limits::read(&machine.root), &mut lines);
+    let simulated = opened.as_ref().is_some_and(|opened| opened.sim.is_some());
+    let file_count = model.as_ref().map_or(0, ModelFacts::file_count);
+    lines.extend(limits.iter().flat_map(|limits| limits.lines(simulated, file_count)));
+    let chosen = opened.as_ref().and_then(|opened| devices.get(opened.device.0 as usize));
+    if let Some(model) = &model {
+        let free_bytes = chosen.and_then(|device| device.free_bytes);
+        lines.extend(model.lines(free_bytes, memory.as_ref().map(|it| it.allowance_bytes)));
+    }
+    let measured = match &opened {
+        Some(opened) if !arguments.no_measure => {
+            measured(opened, chosen, memory.as_ref(), &mut lines)
+        }
+        _ => None,
+    };
+    let ok = lines.count(Level::Problem) == 0;
+    conclude(&lines, opened.as_ref(), output);
+    let lines = lines.into_shown();
+    let report = Report { driver, devices, platform, memory, limits, model, measured, lines, ok };
     output.object(&report);
-    output.line(format!("driver       {}", report.driver));
-    output.line(format!("version      {}", report.version.as_deref().unwrap_or("unknown")));
-    for device in &report.devices {
-        show(device, output);
-    }
-    for missing in &report.missing {
-        output.line(format!("missing      {missing}"));
-    }
-    output.line(match (report.ok, report.simulated_only) {
-        (true, _) => "fit: yes",
-        (false, true) => "fit: for the simulated device only; no GPU",
-        (false, false) => "fit: no",
-    });
-    Ok(Verdict::of(report.ok))
+    Ok(Verdict::of(ok))
 }
 
-fn show(device: &Device, output: &Output) {
-    let size = |bytes: Option<u64>| bytes.map_or_else(|| "unknown".to_owned(), format_bytes);
-    output.line(format!("device {}     {}", device.ordinal, device.name));
-    let capability = device.compute_capability.as_deref().unwrap_or("unknown");
-    output.line(format!("  compute capability         {capability}"));
-    let vmm = if device.virtual_memory_management { "yes" } else { "no" };
-    output.line(format!("  virtual memory management  {vmm}"));
-    output.line(format!("  granularity                {}", size(device.granularity_bytes)));
-    output.line(format!(
-        "  memory                     {} free of {}",
-        size(device.free_bytes),
-        format_bytes(device.total_bytes)
-    ));
+/// A driver that was asked for by name and is not there is a finding, not an error; a simulated
+/// device that cannot be had, or a variable that says nothing, is an error.
+fn open(selection: &Selection) -> Result<std::result::Result<Opened, Error>> {
+    match select::open(selection) {
+        Ok(opened) => Ok(Ok(opened)),
+        Err(error) if matches!(selection, Selection::Sim(_)) => Err(error),
+        Err(error) if error.code() == ErrorCode::InvalidArgument => Err(error),
+        Err(error) => Ok(Err(error)),
+    }
 }
 
-/// A driver that was asked for by name and is not there is a finding, not an error.
-fn examine(selection: &Selection) -> Result<Report> {
-    let opened = match select::open(selection) {
-        Ok(opened) => opened,
-        Err(error) if matches!(selection, Selection::Sim(_)) => return Err(error),
+fn examine_driver(
+    opened: &std::result::Result<Opened, Error>,
+    machine: &Machine,
+    lines: &mut Lines<'_>,
+) -> Result<DriverFacts> {
+    let facts = DriverFacts::new(opened.as_ref().ok(), machine)?;
+    let why = match opened {
+        Ok(opened) => opened.missing.clone(),
+        Err(error) => Some(error.to_string()),
+    };
+    match (why, opened.as_ref().err().map(Error::code)) {
+        // The driver works, but has no such device.
+        (Some(why), Some(ErrorCode::DeviceNotRegistered)) => {
+            let advice = "nvidia-smi -L lists them; CUDA_VISIBLE_DEVICES hides and renumbers them";
+            lines.push(Line::problem("device", why, advice));
+        }
+        // Not the driver's fault: there was nobody to ask it.
+        (Some(why), Some(ErrorCode::HostMemory)) => {
+            lines.push(Line::problem("simulated", why, "ulimit -v unlimited"));
+        }
+        (Some(why), _) => lines.extend(facts.failure_lines(&why, &machine.root)),
+        (None, _) => {}
+    }
+    if opened.is_ok() {
+        lines.extend(facts.lines());
+    }
+    Ok(facts)
+}
+
+fn examine_devices(
+    opened: Option<&Opened>,
+    driver: &DriverFacts,
+    machine: &Machine,
+    lines: &mut Lines<'_>,
+) -> Vec<Device> {
+    let Some(opened) = opened else { return Vec::new() };
+    let count = match opened.driver.device_get_count() {
+        Ok(count) => count,
         Err(error) => {
-            let missing = vec![error.to_string()];
-            let driver = "none".to_owned();
-            return Ok(Report {
-                driver,
-                version: None,
-                devices: Vec::new(),
-                missing,
-                ok: false,
-                simulated_only: false,
-            });
+            lines.push(Line::problem("devices", error.to_string(), "nvidia-smi -L lists them"));
+            0
         }
     };
-    let driver = &*opened.driver;
-    let simulated_only = opened.missing.is_some();
-    let mut missing: Vec<String> = opened.missing.into_iter().collect();
-    let count = driver.device_get_count()?;
-    let devices: Vec<Device> = (0..count)
-        .map(|ordinal| describe(driver, DeviceOrdinal(ordinal)))
-        .collect::<Result<_>>()?;
-    for device in devices.iter().filter(|device| !device.virtual_memory_management) {
-        missing.push(format!(
-            "device {} has no virtual memory management: everything is offloaded on it",
-            device.ordinal
-        ));
+    let module = driver.module_version.as_deref();
+    let mut devices = Vec::new();
+    for ordinal in 0..count {
+        let ordinal = DeviceOrdinal(ordinal);
+        let device = Device::examine(&opened.driver, ordinal, module, &machine.root);
+        // What others do with another device is no fault of the one that was chosen.
+        let told = device.lines().into_iter().map(|line| match ordinal == opened.device {
+            true => line,
+            false => line.at_most_a_note(),
+        });
+        lines.extend(told);
+        devices.push(device);
     }
-    let version =
-        driver.version().ok().map(|version| format!("{}.{}", version / 1000, version % 1000 / 10));
-    let ok = missing.is_empty() && !devices.is_empty();
-    Ok(Report { driver: opened.how, version, devices, missing, ok, simulated_only })
+    devices
 }
 
-fn describe(driver: &dyn Driver, ordinal: DeviceOrdinal) -> Result<Device> {
-    let attribute = |attribute| driver.device_get_attribute(ordinal, attribute).ok();
-    let capability = attribute(DeviceAttribute::ComputeCapabilityMajor)
-        .zip(attribute(DeviceAttribute::ComputeCapabilityMinor))
-        .map(|(major, minor)| format!("{major}.{minor}"));
-    Ok(Device {
-        ordinal: ordinal.0,
-        name: driver.device_get_name(ordinal)?,
-        compute_capability: capability,
-        virtual_memory_management: has_virtual_memory(driver, ordinal),
-        granularity_bytes: driver.mem_get_allocation_granularity(ordinal).ok(),
-        total_bytes: driver.device_total_mem(ordinal)?,
-        free_bytes: memory(driver, ordinal).ok().map(|memory| memory.free_bytes),
-    })
+/// What could not be read is a line.
+fn noted<T>(topic: &str, read: Result<T>, lines: &mut Lines<'_>) -> Option<T> {
+    match read {
+        Ok(read) => Some(read),
+        Err(error) => {
+            let advice = "is /proc mounted, and may this user read it?";
+            lines.push(Line::note(topic, error.to_string(), advice));
+            None
+        }
+    }
+}
+
+fn measured(
+    opened: &Opened,
+    chosen: Option<&Device>,
+    memory: Option<&Memory>,
+    lines: &mut Lines<'_>,
+) -> Option<Measured> {
+    // Where the allowance is not known, a few buffers are no risk.
+    let allowance_bytes = memory.map_or(u64::MAX, |memory| memory.allowance_bytes);
+    let means = chosen.and_then(|device| device.means(opened.sim.is_some(), allowance_bytes))?;
+    match measure::measure(&opened.driver, means, measure::PATIENCE) {
+        Ok(measured) => {
+            lines.extend(measured.lines());
+            Some(measured)
+        }
+        Err(error) if matches!(error.code(), ErrorCode::TimedOut | ErrorCode::DeviceLost) => {
+            let advice = "nvidia-smi; dmesg | grep -i xid tells what the device reported";
+            lines.push(Line::problem("link", error.to_string(), advice));
+            None
+        }
+        Err(error) => {
+            let advice = "try again when less is going on, or leave it out with --no-measure";
+            lines.push(Line::note("link", format!("not measured: {error}"), advice));
+            None
+        }
+    }
+}
+
+fn conclude(lines: &Lines<'_>, opened: Option<&Opened>, output: &Output) {
+    let notes = match lines.count(Level::Note) {
+        0 => String::new(),
+        1 => " (1 note)".to_owned(),
+        count => format!(" ({count} notes)"),
+    };
+    let simulated_only = opened.is_some_and(|opened| opened.missing.is_some());
+    output.line(match (lines.count(Level::Problem), simulated_only) {
+        (0, _) => format!("fit: yes{notes}"),
+        (_, true) => format!("fit: for the simulated device only; no GPU{notes}"),
+        (1, false) => format!("fit: no, for 1 problem{notes}"),
+        (count, false) => format!("fit: no, for {count} problems{notes}"),
+    });
 }
 
 /// Whether anything can be resident on the device. A driver that does not know the attribute has no
@@ -147,13 +261,4 @@ fn describe(driver: &dyn Driver, ordinal: DeviceOrdinal) -> Result<Device> {
 pub(crate) fn has_virtual_memory(driver: &dyn Driver, ordinal: DeviceOrdinal) -> bool {
     let attribute = DeviceAttribute::VirtualMemoryManagementSupported;
     driver.device_get_attribute(ordinal, attribute).is_ok_and(|supported| supported != 0)
-}
-
-/// Free memory is told in a context only. The thread has none yet, so it is put back to none.
-fn memory(driver: &dyn Driver, ordinal: DeviceOrdinal) -> Result<DeviceMemory> {
-    let context = driver.device_primary_ctx_retain(ordinal)?;
-    let asked = driver.ctx_set_current(Some(context)).and_then(|()| driver.mem_get_info());
-    driver.ctx_set_current(None)?;
-    driver.device_primary_ctx_release(ordinal)?;
-    Ok(asked?)
 }

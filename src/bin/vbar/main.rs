@@ -4,45 +4,52 @@
 //! nothing here is needed by a program that uses it.
 
 mod arguments;
+mod completions;
 mod compute;
 mod doctor;
+mod help;
 mod inspect;
+mod look;
+mod manual;
 mod models;
 mod output;
 mod run;
 mod stress;
 mod synth;
 
+use std::io::ErrorKind;
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
 
-use output::{Format, Output, USAGE};
+use help::Help;
+use output::{FAILED, Format, Output, USAGE};
 
-const EXAMPLES: &str = "\
-Examples:
-  vbar doctor
-  vbar synth model.safetensors --bytes 1G --seed 7
-  vbar inspect model.safetensors
-  vbar run model.safetensors --budget 40% --passes 4 --verify
+/// What the program's own help shows.
+const EXAMPLES: &[(&str, &str)] = &[
+    ("Is this machine fit", "vbar doctor"),
+    ("A model to try", "vbar synth model.safetensors --bytes 1G --seed 7"),
+    ("Its tensors and pages", "vbar inspect model.safetensors"),
+    (
+        "Stream it through less than it needs, verified",
+        "vbar run model.safetensors --budget 40% --passes 4 --verify",
+    ),
+];
 
-Sizes are bytes or carry K, M, G or T (powers of 1024).
-
-Exit codes:
-  0  everything is as it should be
-  1  a check failed: bytes differ, an invariant is broken, nothing could be checked, the machine
-     is not fit (doctor: also where there is no GPU and only the simulated device is left)
-  2  wrong arguments
-  3  an error: a file, the driver or the system failed
-
-Environment:
-  VBAR_DRIVER  what --device auto means, as sim:capacity=8G,seed=7 or cuda:1
-  RUST_LOG     which messages of the library are shown, as vbar=debug
-  NO_COLOR     no colours";
+/// The subcommands that people are told of, in the order of their telling.
+const HELPS: &[(&str, Help)] = &[
+    ("doctor", doctor::HELP),
+    ("inspect", inspect::HELP),
+    ("synth", synth::HELP),
+    ("run", run::HELP),
+    ("stress", stress::HELP),
+    ("completions", completions::HELP),
+];
 
 #[derive(Parser)]
 #[command(name = "vbar", version, about = "Run models larger than the GPU", long_about = None)]
-#[command(after_help = EXAMPLES, subcommand_required = true, arg_required_else_help = true)]
+#[command(subcommand_required = true, arg_required_else_help = true)]
+#[command(after_help = help::general(EXAMPLES))]
 struct Cli {
     #[command(subcommand)]
     command: Command,
@@ -53,20 +60,27 @@ struct Cli {
 
 #[derive(Subcommand)]
 enum Command {
-    Synth(synth::Arguments),
+    Doctor(doctor::Arguments),
     Inspect(inspect::Arguments),
+    Synth(synth::Arguments),
     Run(run::Arguments),
     Stress(stress::Arguments),
-    Doctor(doctor::Arguments),
+    Completions(completions::Arguments),
+    // For packagers, `make install` among them.
+    #[command(hide = true)]
+    Man(manual::Arguments),
 }
 
 fn main() -> ExitCode {
     let cli = match Cli::try_parse() {
         Ok(cli) => cli,
         Err(error) => {
-            // Nobody reads: then nobody is told.
-            let _ = error.print();
-            return ExitCode::from(u8::try_from(error.exit_code()).unwrap_or(USAGE));
+            let code = u8::try_from(error.exit_code()).unwrap_or(USAGE);
+            return match error.print() {
+                // Nobody reads: then nobody is told.
+                Err(failed) if failed.kind() != ErrorKind::BrokenPipe => ExitCode::from(FAILED),
+                _ => ExitCode::from(code),
+            };
         }
     };
     // Under stress, warnings are what the library is asked for.
@@ -74,11 +88,29 @@ fn main() -> ExitCode {
     env_logger::Builder::from_env(env_logger::Env::default().default_filter_or(level)).init();
     let output = Output::new(if cli.json { Format::Json } else { Format::Human });
     let result = match &cli.command {
-        Command::Synth(arguments) => synth::synth(arguments, &output),
+        Command::Doctor(arguments) => doctor::doctor(arguments, &output),
         Command::Inspect(arguments) => inspect::inspect(arguments, &output),
+        Command::Synth(arguments) => synth::synth(arguments, &output),
         Command::Run(arguments) => run::run(arguments, &output),
         Command::Stress(arguments) => stress::stress(arguments, &output),
-        Command::Doctor(arguments) => doctor::doctor(arguments, &output),
+        Command::Completions(arguments) => completions::completions(arguments, &output),
+        Command::Man(_) => manual::manual(&output),
     };
     output.finish(result)
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::CommandFactory;
+
+    use super::*;
+
+    #[test]
+    fn the_arguments_are_sound_and_every_subcommand_has_help() {
+        let command = Cli::command();
+        command.clone().debug_assert();
+        let visible = command.get_subcommands().filter(|subcommand| !subcommand.is_hide_set());
+        let names: Vec<&str> = visible.map(clap::Command::get_name).collect();
+        assert_eq!(names, HELPS.iter().map(|(name, _)| *name).collect::<Vec<_>>());
+    }
 }

@@ -1,7 +1,8 @@
 //! Standard output: lines for people or one JSON object for programs, and what it all came to.
 //!
 //! Owns the rule that a reader who goes away is no panic: what he does not read is dropped, and the
-//! exit code is still that of the work. Any other failure of writing is an error.
+//! exit code is still that of the work. Any other failure of writing is an error. On a terminal
+//! lines are broken at its width; into a pipe they go whole, as programs that read lines want them.
 
 use std::cell::RefCell;
 use std::io::{self, ErrorKind, IsTerminal, Write};
@@ -9,6 +10,8 @@ use std::process::ExitCode;
 
 use serde::Serialize;
 use vbar::{Error, ErrorCode, Result};
+
+use crate::look::{self, Look, Paint};
 
 /// What a command that ran to its end found.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -34,10 +37,16 @@ pub(crate) enum Format {
 
 /// Exit code after wrong arguments, whoever refuses them; clap uses the same.
 pub(crate) const USAGE: u8 = 2;
+/// Exit code when a file, the driver, the system or standard output failed.
+pub(crate) const FAILED: u8 = 3;
+
+/// Columns of a label and the blanks behind it.
+const LABEL_COLUMNS: usize = 9;
 
 /// Standard output of one command.
 pub(crate) struct Output {
     format: Format,
+    look: Look,
     state: RefCell<State>,
 }
 
@@ -55,7 +64,7 @@ struct Failure {
 
 impl Output {
     pub(crate) fn new(format: Format) -> Self {
-        Self { format, state: RefCell::default() }
+        Self { format, look: Look::of_stdout(), state: RefCell::default() }
     }
 
     pub(crate) fn is_json(&self) -> bool {
@@ -65,7 +74,7 @@ impl Output {
     /// Whether there is a terminal to draw progress on. It is drawn on standard error, so that
     /// standard output stays clean.
     pub(crate) fn draws(&self) -> bool {
-        !self.is_json() && io::stdout().is_terminal() && io::stderr().is_terminal()
+        !self.is_json() && self.look.columns().is_some() && io::stderr().is_terminal()
     }
 
     /// Whether nobody reads any more, so that a long list can end.
@@ -73,11 +82,45 @@ impl Output {
         self.state.borrow().closed
     }
 
+    /// Width of the terminal; `None` when there is none.
+    pub(crate) fn columns(&self) -> Option<usize> {
+        self.look.columns()
+    }
+
+    /// The text in a colour, where colours are wanted.
+    pub(crate) fn paint(&self, paint: Paint, text: &str) -> String {
+        self.look.paint(paint, text)
+    }
+
     /// A line for people; nothing with `--json`.
     pub(crate) fn line(&self, text: impl AsRef<str>) {
+        self.hanging(text.as_ref(), 2);
+    }
+
+    /// A line with a label, below which the rest of a long text stands.
+    pub(crate) fn labelled(&self, label: &str, text: impl AsRef<str>) {
+        let label = format!("{label:<0$}  ", LABEL_COLUMNS - 2);
+        self.hanging(&format!("{label}{}", text.as_ref()), label.len());
+    }
+
+    /// A line whose continuations are indented by `indent` columns, less on narrow terminals.
+    fn hanging(&self, text: &str, indent: usize) {
+        if !self.is_json() {
+            let text = look::printable(text);
+            self.look.broken(&text, indent).iter().for_each(|line| self.write(line));
+        }
+    }
+
+    /// A line that is written as it is: fitted to the terminal, painted, and printable.
+    pub(crate) fn fitted(&self, text: impl AsRef<str>) {
         if !self.is_json() {
             self.write(text.as_ref());
         }
+    }
+
+    /// A text that ends its own last line, as programs read it.
+    pub(crate) fn text(&self, text: &str) {
+        self.fitted(text.strip_suffix('\n').unwrap_or(text));
     }
 
     /// The object for programs; nothing without `--json`.
@@ -111,20 +154,21 @@ impl Output {
         }
         if let Some(error) = self.state.into_inner().failed {
             complain(&Error::io("standard output", &error));
-            return ExitCode::from(3);
+            return ExitCode::from(FAILED);
         }
         match result {
             Ok(Verdict::Good) => ExitCode::SUCCESS,
             Ok(Verdict::Bad) => ExitCode::from(1),
             Err(error) if error.code() == ErrorCode::InvalidArgument => ExitCode::from(USAGE),
-            Err(_) => ExitCode::from(3),
+            Err(_) => ExitCode::from(FAILED),
         }
     }
 }
 
 /// One line on standard error; if that is closed too there is nobody to tell.
 fn complain(error: &Error) {
-    let _ = writeln!(io::stderr(), "vbar: {error}");
+    let text = error.to_string();
+    let _ = writeln!(io::stderr(), "vbar: {}", look::printable(&text));
 }
 
 /// Bytes a second in MB, as links are rated: a million bytes.

@@ -22,6 +22,7 @@ use vbar::{ModelBar, Result, Runtime, RuntimeOptions};
 
 use crate::arguments::{self, Budget};
 use crate::compute::Compute;
+use crate::help::{DEVICES, Help, SIZES};
 use crate::models;
 use crate::output::{Output, Verdict};
 use pass::Course;
@@ -29,14 +30,34 @@ use report::{BudgetChange, Done, PassReport, Report};
 use screen::Screen;
 use verify::Verifier;
 
-const EXAMPLES: &str = "\
-Examples:
-  vbar run model.safetensors --budget 40% --passes 4 --verify
-  vbar run model.safetensors --budget 8G --device cuda:1 --verify --json
-  vbar run model.safetensors --budget 64M --device sim:capacity=1G,latency=50us
-
-With two passes or more, the budget is halved between the halves of the middle pass and restored
-between those of the next.";
+pub(crate) const HELP: Help = Help {
+    examples: &[
+        (
+            "A model through 40 % of its size, every byte verified",
+            "vbar run model.safetensors --budget 40% --passes 4 --verify",
+        ),
+        (
+            "On the second GPU, for a program to read",
+            "vbar run model.safetensors --budget 8G --device cuda:1 --verify --json",
+        ),
+        (
+            "On a small simulated device whose copies are late",
+            "vbar run model.safetensors --budget 64M --device sim:capacity=1G,latency=50us",
+        ),
+    ],
+    notes: &[
+        "With two passes or more, the budget is halved between the halves of the middle pass and \
+         restored between those of the next.",
+        "While it runs, a terminal shows where the pages are: # resident, P pinned, i on its way, \
+         ! leaving, . absent.",
+        SIZES,
+        DEVICES,
+    ],
+    exit: &[
+        (0, "every pass went through; with --verify, all bytes were those of the file"),
+        (1, "tensors had other bytes than the file"),
+    ],
+};
 
 /// Pages that a budget should have at least, unless the page size was given.
 const BUDGET_PAGES_MIN: u64 = 16;
@@ -46,7 +67,7 @@ const HEADROOM_PARTS: u64 = 16;
 
 /// Stream a model through a budget, tensor by tensor
 #[derive(Args)]
-#[command(after_help = EXAMPLES)]
+#[command(after_help = HELP.text())]
 pub(crate) struct Arguments {
     /// A safetensors file, the index of a sharded model, or a folder with one of them
     model: PathBuf,
@@ -94,7 +115,7 @@ pub(crate) fn run(arguments: &Arguments, output: &Output) -> Result<Verdict> {
     };
     let runtime = Runtime::open(Arc::clone(&opened.driver), opened.device, options)?;
     let screen = Screen::new(output);
-    screen.say(format!("device   {}", opened.how));
+    screen.labelled("device", &opened.how);
     let checksums = match arguments.verify {
         true => Some(verify::checksums(&model, expected.as_ref().unwrap_or(&model), &screen)?),
         false => None,
@@ -155,7 +176,7 @@ fn stream(
         screen.begin(number, pass_count, bar.model().tensors().len());
         let counted = course.pass(verifier.as_mut(), || half.between_halves(number, screen))?;
         let report = PassReport::from(counted);
-        screen.end(&report.line(number, pass_count));
+        screen.end(&format!("pass {}/{pass_count}", number + 1), &report.line());
         passes.push(report);
     }
     let (verifier, budget_changes) = (verifier.as_ref(), half.changes.take());
@@ -164,17 +185,23 @@ fn stream(
 
 fn announce(bar: &ModelBar, budget_bytes: u64, screen: &Screen<'_>) {
     let (model, page_size) = (bar.model(), bar.vbar().runtime().page_size());
-    screen.say(format!(
-        "model    {}: {} in {} tensors",
-        model.name(),
-        format_bytes(model.total_bytes()),
-        model.tensors().len()
-    ));
-    screen.say(format!(
-        "budget   {} in pages of {}, scratch included",
-        format_bytes(budget_bytes),
-        format_bytes(page_size.bytes())
-    ));
+    screen.labelled(
+        "model",
+        format!(
+            "{}: {} in {} tensors",
+            model.name(),
+            format_bytes(model.total_bytes()),
+            model.tensors().len()
+        ),
+    );
+    screen.labelled(
+        "budget",
+        format!(
+            "{} in pages of {}, scratch included",
+            format_bytes(budget_bytes),
+            format_bytes(page_size.bytes())
+        ),
+    );
 }
 
 /// The budget's way down and up again.
@@ -204,12 +231,12 @@ impl<'a> Halving<'a> {
     fn between_halves(&self, number: u32, screen: &Screen<'_>) -> Result<()> {
         let Some(at) = self.at else { return Ok(()) };
         if number == at {
-            screen.say(format!("budget   halved to {}", format_bytes(self.half)));
+            screen.labelled("budget", format!("halved to {}", format_bytes(self.half)));
             return self.change(number, Some(self.half));
         }
         if number == at + 1 {
             let full = self.full.map_or_else(|| "what is free".to_owned(), format_bytes);
-            screen.say(format!("budget   restored to {full}"));
+            screen.labelled("budget", format!("restored to {full}"));
             return self.change(number, self.full);
         }
         Ok(())

@@ -29,21 +29,33 @@ use vbar::{Error, ErrorCode, Result, Runtime, RuntimeOptions};
 
 use crate::arguments;
 use crate::doctor::has_virtual_memory;
+use crate::help::{DEVICES, Help};
 use crate::output::{Output, Verdict};
 use journal::Journal;
 use report::Report;
 use worker::Worker;
 use world::World;
 
-const EXAMPLES: &str = "\
-Examples:
-  vbar stress --seconds 20
-  vbar stress --seconds 60 --seed 7 --threads 8 --fail 0.02
-  vbar stress --device cuda --json
-
-Which operations a thread makes follows from the seed; how they interleave does not, unless the
-device is simulated with a seed of its own (sim:seed=7). Without options a simulated device is
-small, and its new memory is not zeroed.";
+pub(crate) const HELP: Help = Help {
+    examples: &[
+        ("On a GPU where there is one, else simulated", "vbar stress --seconds 20"),
+        (
+            "The operations of a seed again, with failing driver calls",
+            "vbar stress --device sim --seconds 60 --seed 7 --threads 8 --fail 0.02",
+        ),
+        ("On a GPU or not at all", "vbar stress --device cuda --json"),
+    ],
+    notes: &[
+        "Which operations a thread makes follows from the seed; how they interleave does not, \
+         unless the device is simulated with a seed of its own (sim:seed=7). Without options a \
+         simulated device is small, and its new memory is not zeroed.",
+        DEVICES,
+    ],
+    exit: &[
+        (0, "everything was checked and nothing was wrong"),
+        (1, "something was wrong, or nothing could be checked"),
+    ],
+};
 
 /// Time between two looks at the invariants.
 const LOOK_INTERVAL: Duration = Duration::from_millis(100);
@@ -57,7 +69,7 @@ const MODEL_PARTS: (u64, u64) = (4, 3);
 
 /// Do random things to a device for a while and check everything
 #[derive(Args)]
-#[command(after_help = EXAMPLES)]
+#[command(after_help = HELP.text())]
 pub(crate) struct Arguments {
     /// How long
     #[arg(long, value_name = "N", default_value_t = 10)]
@@ -99,8 +111,8 @@ pub(crate) fn stress(arguments: &Arguments, output: &Output) -> Result<Verdict> 
         );
         return Err(Error::new(ErrorCode::Unsupported, text));
     }
-    output.line(format!("device   {}", opened.how));
-    output.line(format!("seed     {seed}"));
+    output.labelled("device", &opened.how);
+    output.labelled("seed", seed.to_string());
     let start = Instant::now();
     let journal = work(arguments, &opened, budget_pages, seed, output)?;
     let report = Report::new(&opened, &journal, seed, start.elapsed());

@@ -11,19 +11,26 @@ use vbar::model::synth::{SHARDS_MAX, SyntheticModel};
 use vbar::units::format_bytes;
 
 use crate::arguments;
+use crate::help::{Help, SIZES};
 use crate::output::{Output, Verdict, megabytes_a_second};
 
-const EXAMPLES: &str = "\
-Examples:
-  vbar synth model.safetensors --bytes 1G --seed 7
-  vbar synth model-folder --bytes 16G --seed 7 --shards 4
-
-The same bytes, seed and shards always give the same files. Another synthetic model in their place
-is replaced; any other file only with --force; folders, links, pipes and devices never.";
+pub(crate) const HELP: Help = Help {
+    examples: &[
+        ("One file of 1 GiB", "vbar synth model.safetensors --bytes 1G --seed 7"),
+        ("A folder with four files and an index", "vbar synth model-folder --bytes 16G --shards 4"),
+    ],
+    notes: &[
+        "The same bytes, seed and shards always give the same files. Another synthetic model in \
+         their place is replaced; any other file only with --force; folders, links, pipes and \
+         devices never.",
+        SIZES,
+    ],
+    exit: &[(0, "the model is there, written now or before")],
+};
 
 /// Write a synthetic safetensors model, unless it is there already
 #[derive(Args)]
-#[command(after_help = EXAMPLES)]
+#[command(after_help = HELP.text())]
 pub(crate) struct Arguments {
     /// File to write; with several shards the folder
     path: PathBuf,
@@ -87,7 +94,7 @@ fn progress(bytes: u64, output: &Output) -> ProgressBar {
         return ProgressBar::hidden();
     }
     let bar = ProgressBar::new(bytes);
-    let template = "writing [{bar:40}] {bytes}/{total_bytes} {bytes_per_sec}";
+    let template = "writing [{wide_bar}] {bytes}/{total_bytes} {bytes_per_sec}";
     if let Ok(style) = ProgressStyle::with_template(template) {
         bar.set_style(style.progress_chars("=> "));
     }

@@ -148,6 +148,12 @@ impl Driver for Sim {
         self.core.enter(Verb::DeviceGetAttribute)?;
         self.core.device_index(device, Verb::DeviceGetAttribute)?;
         Ok(match attribute {
+            DeviceAttribute::Integrated | DeviceAttribute::ComputeMode => 0,
+            DeviceAttribute::PciBusId
+            | DeviceAttribute::PciDeviceId
+            | DeviceAttribute::PciDomainId => {
+                return Err(Verb::DeviceGetAttribute.error(DriverCode::INVALID_VALUE));
+            }
             DeviceAttribute::ComputeCapabilityMajor => 9,
             DeviceAttribute::ComputeCapabilityMinor => 0,
             DeviceAttribute::VirtualMemoryManagementSupported => i32::from(self.core.options.vmm),

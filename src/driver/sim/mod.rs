@@ -44,7 +44,8 @@ pub use options::{OnViolation, SimOptions};
 pub use verb::Verb;
 
 use crate::driver::{DriverCode, DriverResult};
-use crate::units::DeviceOrdinal;
+use crate::error::{Error, ErrorCode, Result};
+use crate::units::{DeviceOrdinal, format_bytes};
 
 /// A simulated driver, as one process sees it.
 pub struct Sim {
@@ -88,21 +89,34 @@ struct Core {
 const VIOLATIONS_MAX: usize = 1000;
 
 impl Sim {
-    /// A simulated driver with its devices.
+    /// A simulated driver with its devices, for tests.
     ///
     /// # Panics
-    /// When the operating system refuses the memory file or its mapping: there is no machine to
-    /// simulate on.
+    /// Where [`Sim::try_new`] fails: there is no machine to simulate on.
     #[must_use]
     pub fn new(options: SimOptions) -> Arc<Self> {
-        let devices = (0..options.devices)
-            .map(|ordinal| {
-                let ordinal = DeviceOrdinal(ordinal);
-                let made = device::Device::new(ordinal, options.capacity, options.granularity);
-                Arc::new(made.expect("the simulated device needs a memory file and a mapping"))
-            })
-            .collect();
-        Self::on_devices(options, devices)
+        Self::try_new(options).expect("a simulated device")
+    }
+
+    /// A simulated driver with its devices.
+    ///
+    /// # Errors
+    /// `HostMemory` when the operating system refuses the memory file or its mapping, as under a
+    /// limit of the address space: each device takes twice its capacity of addresses.
+    pub fn try_new(options: SimOptions) -> Result<Arc<Self>> {
+        let made = (0..options.devices).map(|ordinal| {
+            let ordinal = DeviceOrdinal(ordinal);
+            device::Device::new(ordinal, options.capacity, options.granularity).map(Arc::new)
+        });
+        let devices = made.collect::<std::io::Result<_>>().map_err(|error| {
+            let text = format!(
+                "a simulated device of {} cannot have its addresses: {error}; make it smaller, as \
+                 sim:capacity=64M, or raise the limit (ulimit -v)",
+                format_bytes(options.capacity)
+            );
+            Error::new(ErrorCode::HostMemory, text)
+        })?;
+        Ok(Self::on_devices(options, devices))
     }
 
     /// Another process on the same devices: handles, contexts, addresses and violations of its

@@ -90,16 +90,15 @@ impl From<Counted> for PassReport {
 
 impl PassReport {
     /// One line of the table; without a rate where nothing was resident.
-    pub(super) fn line(&self, number: u32, of: u32) -> String {
+    pub(super) fn line(&self) -> String {
         let Self { ms, resident, refilled, offloaded, bytes_copied, mismatches, .. } = self;
         let rate = match self.bytes_resident {
             0 => String::new(),
             _ => format!("{:.0} MB/s", megabytes_a_second(*bytes_copied, *ms)),
         };
         format!(
-            "pass {}/{of}  {ms:>9.1} ms  resident {resident:>5}  refilled {refilled:>5}  offloaded \
+            "{ms:>9.1} ms  resident {resident:>5}  refilled {refilled:>5}  offloaded \
              {offloaded:>5}  copied {:>10}  {rate:>12}  mismatches {mismatches}",
-            number + 1,
             format_bytes(*bytes_copied),
         )
     }
@@ -146,22 +145,28 @@ impl Report {
             Some(_) => String::new(),
             None => format!(" ({:.0} MB/s)", megabytes_a_second(bytes, ms)),
         };
-        output.line(format!(
-            "total    {} used in {:.2} s{}, {} copied{}",
-            format_bytes(used),
-            ms / 1e3,
-            rate(used),
-            format_bytes(copied),
-            rate(copied)
-        ));
-        output.line(format!(
-            "memory   at most {} of the device, {} page-locked",
-            format_bytes(self.peak_device_bytes),
-            format_bytes(self.peak_locked_bytes)
-        ));
+        output.labelled(
+            "total",
+            format!(
+                "{} used in {:.2} s{}, {} copied{}",
+                format_bytes(used),
+                ms / 1e3,
+                rate(used),
+                format_bytes(copied),
+                rate(copied)
+            ),
+        );
+        output.labelled(
+            "memory",
+            format!(
+                "at most {} of the device, {} page-locked",
+                format_bytes(self.peak_device_bytes),
+                format_bytes(self.peak_locked_bytes)
+            ),
+        );
         self.show_statistics(output);
         if let Some(warning) = &self.warning {
-            output.line(format!("warning  {warning}"));
+            output.labelled("warning", warning);
         }
         let mismatches = sum(|pass| pass.mismatches);
         output.line(match (self.verified, self.ok) {
@@ -173,17 +178,20 @@ impl Report {
 
     fn show_statistics(&self, output: &Output) {
         let Statistics { pages_mapped, pages_evicted, pages_aliased, .. } = self.statistics;
-        output.line(format!(
-            "pages    {pages_mapped} mapped, {pages_evicted} evicted ({pages_aliased} while still \
+        output.labelled(
+            "pages",
+            format!(
+                "{pages_mapped} mapped, {pages_evicted} evicted ({pages_aliased} while still \
              in use)"
-        ));
+            ),
+        );
         let waits = self.statistics.waits.iter().map(|(kind, wait)| {
             format!("{kind} {} ({:.1} ms)", wait.count, wait.total.as_secs_f64() * 1e3)
         });
-        output.line(format!("waits    {}", listed(waits.collect())));
+        output.labelled("waits", listed(waits.collect()));
         let refusals = self.statistics.refusals.iter();
         let refusals = refusals.map(|(reason, count)| format!("{reason} {count}"));
-        output.line(format!("refused  {}", listed(refusals.collect())));
+        output.labelled("refused", listed(refusals.collect()));
     }
 }
 

@@ -13,7 +13,7 @@ use crate::output::Output;
 /// How often the strip is drawn anew.
 const STRIP_INTERVAL: Duration = Duration::from_millis(60);
 /// What the strip's characters mean.
-const LEGEND: &str = "pages    # resident, i on its way, P pinned, ! leaving, . absent";
+const LEGEND: &str = "# resident, i on its way, P pinned, ! leaving, . absent";
 /// Room beside the strip, in columns.
 const MARGIN: usize = 2;
 
@@ -36,19 +36,24 @@ impl<'a> Screen<'a> {
         self.bar.borrow().suspend(|| self.output.line(text));
     }
 
+    /// The same with a label.
+    pub(super) fn labelled(&self, label: &str, text: impl AsRef<str>) {
+        self.bar.borrow().suspend(|| self.output.labelled(label, text));
+    }
+
     /// Progress of the checksums of `count` tensors; may be moved on by any thread.
     pub(super) fn checksums(&self, count: usize) -> ProgressBar {
         self.say("computing the checksums of the file's bytes …");
-        self.bar_of(count, "checksums [{bar:40}] {pos}/{len} tensors")
+        self.bar_of(count, "checksums [{wide_bar}] {pos}/{len} tensors")
     }
 
     /// A pass over `count` tensors begins. Above the first strip goes what it means.
     pub(super) fn begin(&self, number: u32, of: u32, count: usize) {
         if self.output.draws() && !self.has_legend.replace(true) {
-            self.say(LEGEND);
+            self.labelled("pages", LEGEND);
         }
         let template = format!(
-            "pass {}/{of}  [{{bar:40}}] {{pos}}/{{len}} tensors {{elapsed}}\n{{msg}}",
+            "pass {}/{of}  [{{wide_bar}}] {{pos}}/{{len}} tensors {{elapsed}}\n{{msg}}",
             number + 1
         );
         *self.bar.borrow_mut() = self.bar_of(count, &template);
@@ -70,9 +75,9 @@ impl<'a> Screen<'a> {
     }
 
     /// The pass is over, and came to this.
-    pub(super) fn end(&self, line: &str) {
+    pub(super) fn end(&self, label: &str, line: &str) {
         self.bar.replace(ProgressBar::hidden()).finish_and_clear();
-        self.output.line(line);
+        self.output.labelled(label, line);
     }
 
     fn bar_of(&self, count: usize, template: &str) -> ProgressBar {

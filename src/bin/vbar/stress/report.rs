@@ -54,12 +54,15 @@ impl Report {
     }
 
     pub(super) fn show(&self, output: &Output) {
-        output.line(format!(
-            "did      {} operations in {:.1} s, {} checksums compared, {} lost to failures",
-            self.operations, self.seconds, self.checks, self.unchecked
-        ));
+        output.labelled(
+            "did",
+            format!(
+                "{} operations in {:.1} s, {} checksums compared, {} lost to failures",
+                self.operations, self.seconds, self.checks, self.unchecked
+            ),
+        );
         for (doing, count) in &self.errors {
-            output.line(format!("errors   {doing}: {count}"));
+            output.labelled("errors", format!("{doing}: {count}"));
         }
         if self.ok {
             output.line("ok: no violation");
