@@ -230,6 +230,8 @@ table! {
         // CUDA 12.0.
         cuStreamGetId = "cuStreamGetId"(CUstream, *mut u64);
         cuCtxGetId = "cuCtxGetId"(CUcontext, *mut u64);
+        // CUDA 12.5.
+        cuCtxRecordEvent = "cuCtxRecordEvent"(CUcontext, CUevent);
         // CUDA 11.3, and what cuda.h of CUDA 13 uses instead of it: stream; state, id, graph, nodes
         // (v3: edges too), node count.
         cuStreamGetCaptureInfo_v2 = "cuStreamGetCaptureInfo_v2"(

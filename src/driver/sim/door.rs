@@ -120,7 +120,7 @@ impl Driver for Sim {
 
     fn version(&self) -> DriverResult<i32> {
         self.core.enter(Verb::Version)?;
-        Ok(13_000)
+        Ok(if self.core.options.ctx_event { 13_000 } else { 12_040 })
     }
 
     fn device_get_count(&self) -> DriverResult<u32> {
@@ -184,6 +184,11 @@ impl Driver for Sim {
         self.core.conflicting_call(verb, context.handle)?;
         self.core.synchronize_context(context.handle);
         self.core.alive(context.device, verb)
+    }
+
+    fn ctx_record_event(&self, context: Context, event: Event) -> DriverResult<()> {
+        self.core.enter(Verb::CtxRecordEvent)?;
+        self.core.ctx_record_event(context, event)
     }
 
     fn mem_get_info(&self) -> DriverResult<DeviceMemory> {

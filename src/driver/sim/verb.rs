@@ -45,6 +45,7 @@ verbs! {
     CtxGetCurrent, "ctx_get_current", "cuCtxGetCurrent";
     CtxSetCurrent, "ctx_set_current", "cuCtxSetCurrent";
     CtxSynchronize, "ctx_synchronize", "cuCtxSynchronize";
+    CtxRecordEvent, "ctx_record_event", "cuCtxRecordEvent";
     MemGetInfo, "mem_get_info", "cuMemGetInfo";
     MemGetAllocationGranularity, "mem_get_allocation_granularity", "cuMemGetAllocationGranularity";
     MemAddressReserve, "mem_address_reserve", "cuMemAddressReserve";
@@ -98,6 +99,7 @@ impl Verb {
             | Self::MemcpyDtohAsync
             | Self::MemsetD8Async
             | Self::LaunchKernel
+            | Self::CtxRecordEvent
             | Self::EventCreate
             | Self::EventRecord
             | Self::StreamWaitEvent => &[DriverCode::OUT_OF_MEMORY],
