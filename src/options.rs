@@ -33,7 +33,8 @@ pub struct RuntimeOptions {
     pub eviction: Eviction,
     /// Whether the CPU may wait for the whole context when no fence covers a page that must go.
     pub context_waits: ContextWaits,
-    /// Longest time that one call waits for anything, then `TimedOut`.
+    /// Longest time that a wait of one kind takes in a call, then `TimedOut`; what it is at first,
+    /// see [`Runtime::set_wait_timeout`](crate::Runtime::set_wait_timeout).
     pub wait_timeout: Duration,
     /// The driver's free memory is asked at most this often.
     pub poll_interval: Duration,
@@ -48,7 +49,9 @@ pub struct RuntimeOptions {
 /// See [`RuntimeOptions::context_waits`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub enum ContextWaits {
-    /// One counted `cuCtxSynchronize` rather than a refusal.
+    /// One counted wait for an event of the context (`cuCtxRecordEvent`) rather than a refusal.
+    /// Drivers older than CUDA 12.5 have no such event and get `cuCtxSynchronize`, which has no
+    /// time-out, cannot be cancelled, and stops launches of other threads until it returns.
     #[default]
     Allowed,
     /// Refuse with `FenceUnknown`.

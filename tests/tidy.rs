@@ -28,6 +28,7 @@ const ROWS: &[(&str, u32)] = &[
     ("host/safetensors", 2),
     ("sync/clock", 3),
     ("sync/wait", 3),
+    ("sync/context", 3),
     ("sync/fence", 3),
     ("sync/device", 3),
     ("host", 3),

@@ -146,11 +146,11 @@ pub trait Driver: Send + Sync + 'static {
     fn ctx_set_current(&self, context: Option<Context>) -> DriverResult<()>;
     /// `cuCtxSynchronize`: waits for all work of the current context.
     fn ctx_synchronize(&self) -> DriverResult<()>;
-    /// `cuCtxRecordEvent` (CUDA 12.5): `event`, made in `context`, holds all work of `context` up to
-    /// now, for a primary context that of its green contexts too. `INVALID_HANDLE` for an event of
-    /// another context, `NOT_SUPPORTED` where the driver does not have the call. While a stream of
-    /// the context is captured `STREAM_CAPTURE_UNSUPPORTED`, whatever the thread's capture mode, and
-    /// the captures are broken: who may meet one does not call.
+    /// `cuCtxRecordEvent` (CUDA 12.5): `event`, made in `context`, holds all work of `context` up
+    /// to now, for a primary context that of its green contexts too. `INVALID_HANDLE` for an event
+    /// of another context, `NOT_SUPPORTED` where the driver does not have the call. While a stream
+    /// of the context is captured `STREAM_CAPTURE_UNSUPPORTED`, whatever the thread's capture
+    /// mode, and the captures are broken: who may meet one does not call.
     fn ctx_record_event(&self, context: Context, event: Event) -> DriverResult<()>;
 
     /// `cuMemGetInfo` of the current context's device.
@@ -229,6 +229,8 @@ pub trait Driver: Send + Sync + 'static {
     fn stream_destroy(&self, stream: Stream) -> DriverResult<()>;
     /// `cuStreamSynchronize`.
     fn stream_synchronize(&self, stream: Stream) -> DriverResult<()>;
+    /// `cuStreamQuery`: `Ok` when all work on the stream is done, else `NOT_READY`.
+    fn stream_query(&self, stream: Stream) -> DriverResult<()>;
     /// `cuStreamWaitEvent`: later work on `stream` waits for the record that `event` holds now.
     fn stream_wait_event(&self, stream: Stream, event: Event) -> DriverResult<()>;
     /// `cuStreamGetId`: unique in the process, never reused, unlike the handle. The default

@@ -210,6 +210,7 @@ table! {
         cuStreamCreate = "cuStreamCreate"(*mut CUstream, c_uint);
         cuStreamDestroy = "cuStreamDestroy_v2"(CUstream);
         cuStreamSynchronize = "cuStreamSynchronize"(CUstream);
+        cuStreamQuery = "cuStreamQuery"(CUstream);
         cuStreamWaitEvent = "cuStreamWaitEvent"(CUstream, CUevent, c_uint);
         cuStreamIsCapturing = "cuStreamIsCapturing"(CUstream, *mut c_uint);
         cuThreadExchangeStreamCaptureMode = "cuThreadExchangeStreamCaptureMode"(*mut c_uint);

@@ -9,10 +9,13 @@ mod model;
 mod statistics;
 
 use std::sync::{Arc, Weak};
+use std::time::Duration;
 
 use crate::driver::{DeviceAttribute, Driver, DriverCode};
 use crate::error::{Error, ErrorCode, Result};
-use crate::memory::pager::{Faulted, Freed, MemoryNumbers, Pager, Reclaim, Request};
+use crate::memory::pager::{
+    Faulted, Freed, MemoryNumbers, Pager, Reclaim, Request, is_work_pending,
+};
 use crate::memory::pins::{Pins, Token};
 use crate::options::RuntimeOptions;
 use crate::process;
@@ -84,25 +87,24 @@ impl Runtime {
             runtime.apply(&options)?;
             return Ok(runtime);
         }
-        let runtime = Self::open_new(Arc::clone(&driver), device, options);
-        // Said with no lock held: the logger is the program's.
-        let described = || driver.description();
-        let runtime = match runtime {
-            Ok(runtime) => runtime,
-            Err(error) => {
-                drop(registry);
-                log::info!("device {device} was not opened on {}: {error}", described());
-                return Err(error);
-            }
-        };
-        registry.push(Registered {
-            driver: Arc::downgrade(&driver),
-            device,
-            runtime: Arc::downgrade(&runtime.inner),
-        });
+        let made = Self::open_new(Arc::clone(&driver), device, options);
+        if let Ok(runtime) = &made {
+            registry.push(Registered {
+                driver: Arc::downgrade(&driver),
+                device,
+                runtime: Arc::downgrade(&runtime.inner),
+            });
+        }
+        // With no lock held: a runtime that does not start is closed, which may wait, and the
+        // logger is the program's.
         drop(registry);
-        log::info!("device {device} opened on {}", described());
-        Ok(runtime)
+        let opened = made.and_then(|runtime| runtime.start().map(|()| runtime));
+        let described = driver.description();
+        match &opened {
+            Ok(_) => log::info!("device {device} opened on {described}"),
+            Err(error) => log::info!("device {device} was not opened on {described}: {error}"),
+        }
+        opened
     }
 
     /// The runtime of a device that is open.
@@ -136,9 +138,16 @@ impl Runtime {
         };
         let device = Arc::new(Device::new(driver, ordinal, context, options));
         let inner = Inner { pager: Pager::new(device), pins: Pins::default(), primary, addresses };
-        let runtime = Self { inner: Arc::new(inner) };
-        runtime.pager().refresh()?;
-        Ok(runtime)
+        Ok(Self { inner: Arc::new(inner) })
+    }
+
+    /// What comes before the first call, and may fail.
+    fn start(&self) -> Result<()> {
+        {
+            let _scope = self.device().enter()?;
+            self.device().fences.prepare_context_wait()?;
+        }
+        self.pager().refresh()
     }
 
     fn apply(&self, options: &RuntimeOptions) -> Result<()> {
@@ -222,7 +231,8 @@ impl Runtime {
     /// covers, as far as pins and fences allow.
     ///
     /// # Errors
-    /// `DeviceLost`, `ProcessEnding`, or what the driver says; the budget is set all the same.
+    /// `DeviceLost`, `ProcessEnding`, `TimedOut` or `Cancelled` of a wait for the context, or what
+    /// the driver says; the budget is set all the same.
     pub fn set_budget(&self, bytes: Option<u64>) -> Result<()> {
         self.pager().set_budget(bytes)
     }
@@ -255,7 +265,7 @@ impl Runtime {
     /// the bytes released.
     ///
     /// # Errors
-    /// `DeviceLost`, `ProcessEnding`, or what the driver says.
+    /// `DeviceLost`, `ProcessEnding`, `Cancelled`, or what the driver says.
     pub fn trim(&self, keep_bytes: u64) -> Result<u64> {
         self.pager().trim(keep_bytes)
     }
@@ -283,9 +293,22 @@ impl Runtime {
         self.device().fences.retire(stream)
     }
 
-    /// Ends every wait under way in this runtime with `Cancelled`.
+    /// Ends every wait under way in this runtime with `Cancelled`. A thread's own waits are ended
+    /// from inside by [`set_wait_check`](crate::set_wait_check).
     pub fn cancel_waits(&self) {
         self.device().cancellation.cancel_waits();
+    }
+
+    /// Sets the longest time that a wait of one kind takes in a call; waits under way keep theirs.
+    /// With no time a call waits for nothing: it asks once.
+    pub fn set_wait_timeout(&self, timeout: Duration) {
+        self.device().set_wait_timeout(timeout);
+    }
+
+    /// The longest time that a wait takes.
+    #[must_use]
+    pub fn wait_timeout(&self) -> Duration {
+        self.device().wait_timeout()
     }
 
     /// Bytes of frames held, those on the free list included.
@@ -341,9 +364,15 @@ impl Runtime {
 
 impl Drop for Inner {
     fn drop(&mut self) {
-        self.pager.close();
+        let closed = self.pager.close();
         let device = &self.pager.device;
+        if let Err(error) = &closed {
+            log::error!("closing device {}: {error}; what it holds stays", device.ordinal);
+        }
+        // The last release of a context waits for its work, which was not to be waited for.
+        let pending = closed.is_err_and(|error| is_work_pending(&error));
         if self.primary == Primary::Retained
+            && !pending
             && device.check().is_ok()
             && let Err(error) = device.driver.device_primary_ctx_release(device.ordinal)
         {

@@ -37,6 +37,7 @@ pub(crate) fn check_door(driver: Arc<dyn Driver>, device: DeviceOrdinal) {
     check_never_recorded_events(&rig);
     check_wait_takes_the_record_of_its_moment(&rig);
     check_events_of_a_context(&rig);
+    check_stream_queries(&rig);
     check_stream_ids(&rig);
     check_destroyed_stream_finishes(&rig);
     check_copies(&rig);
@@ -405,6 +406,24 @@ fn check_later_work_is_not_in_the_event(
     assert!(!rig.is_ready(event));
     rig.wait(event);
     assert!(rig.is_ready(late));
+}
+
+fn check_stream_queries(rig: &Rig) {
+    let (pages, stream, other) = (rig.pages(1), rig.stream(), rig.stream());
+    let done = |stream| rig.driver.stream_query(stream);
+    assert_eq!(done(stream), Ok(()), "nothing was enqueued");
+    rig.write_late(pages.address, 8, 100, stream);
+    assert_code(done(stream), DriverCode::NOT_READY);
+    assert_eq!(done(other), Ok(()), "the other stream's work is none of its");
+    let end = Instant::now() + Duration::from_secs(30);
+    while let Err(error) = done(stream) {
+        assert_eq!(error.code, DriverCode::NOT_READY);
+        assert!(Instant::now() < end, "the stream was not done in 30 s");
+        std::thread::sleep(Duration::from_micros(50));
+    }
+    assert_eq!(rig.read(pages.address, 8, other), bytes_of(1, 8));
+    rig.give_back(pages);
+    rig.destroy(&[stream, other], &[]);
 }
 
 fn check_stream_ids(rig: &Rig) {

@@ -435,6 +435,13 @@ impl Driver for Cuda {
         check(CALL, unsafe { (self.api.cuStreamSynchronize)(stream) })
     }
 
+    fn stream_query(&self, stream: Stream) -> DriverResult<()> {
+        const CALL: &str = "cuStreamQuery";
+        let stream = real(CALL, stream)?;
+        // SAFETY: a live stream.
+        check(CALL, unsafe { (self.api.cuStreamQuery)(stream) })
+    }
+
     fn stream_wait_event(&self, stream: Stream, event: Event) -> DriverResult<()> {
         const CALL: &str = "cuStreamWaitEvent";
         let stream = real(CALL, stream)?;

@@ -87,8 +87,8 @@ impl Core {
         Ok(())
     }
 
-    fn stream_synchronize(&self, stream: Stream) -> DriverResult<()> {
-        let verb = Verb::StreamSynchronize;
+    /// The stream, for a call that asks for the end of its work: not one that is being captured.
+    fn running(&self, stream: Stream, verb: Verb) -> DriverResult<Arc<StreamState>> {
         self.current(verb)?;
         let stream = self.stream(stream, verb)?;
         self.alive(stream.device, verb)?;
@@ -96,7 +96,23 @@ impl Core {
             capture.invalidate();
             return Err(verb.error(DriverCode::STREAM_CAPTURE_UNSUPPORTED));
         }
+        Ok(stream)
+    }
+
+    fn stream_synchronize(&self, stream: Stream) -> DriverResult<()> {
+        let verb = Verb::StreamSynchronize;
+        let stream = self.running(stream, verb)?;
         self.synchronize(&stream);
+        self.alive(stream.device, verb)
+    }
+
+    fn stream_query(&self, stream: Stream) -> DriverResult<()> {
+        let verb = Verb::StreamQuery;
+        let stream = self.running(stream, verb)?;
+        self.drive();
+        if !self.is_done(&stream) {
+            return Err(verb.error(DriverCode::NOT_READY));
+        }
         self.alive(stream.device, verb)
     }
 
@@ -309,6 +325,11 @@ impl Driver for Sim {
     fn stream_synchronize(&self, stream: Stream) -> DriverResult<()> {
         self.core.gate_unsafe(Verb::StreamSynchronize)?;
         self.core.stream_synchronize(stream)
+    }
+
+    fn stream_query(&self, stream: Stream) -> DriverResult<()> {
+        self.core.gate_unsafe(Verb::StreamQuery)?;
+        self.core.stream_query(stream)
     }
 
     fn stream_wait_event(&self, stream: Stream, event: Event) -> DriverResult<()> {

@@ -357,6 +357,19 @@ impl Core {
         self.host_has_seen(&clock);
     }
 
+    /// Whether all work that is on the stream now has finished; then the host knows it.
+    pub(super) fn is_done(&self, stream: &StreamState) -> bool {
+        let (number, clock) = {
+            let queue = stream.queue.lock();
+            (queue.enqueued, queue.clock.clone())
+        };
+        let done = stream.completed() >= number;
+        if done {
+            self.host_has_seen(&clock);
+        }
+        done
+    }
+
     fn streams_of(&self, context: Option<usize>) -> Vec<Arc<StreamState>> {
         let all = self.all_streams.lock();
         let wanted = |stream: &&Arc<StreamState>| context.is_none_or(|at| at == stream.context);

@@ -63,6 +63,7 @@ verbs! {
     StreamCreate, "stream_create", "cuStreamCreate";
     StreamDestroy, "stream_destroy", "cuStreamDestroy";
     StreamSynchronize, "stream_synchronize", "cuStreamSynchronize";
+    StreamQuery, "stream_query", "cuStreamQuery";
     StreamWaitEvent, "stream_wait_event", "cuStreamWaitEvent";
     StreamGetId, "stream_get_id", "cuStreamGetId";
     StreamIsCapturing, "stream_is_capturing", "cuStreamIsCapturing";
@@ -103,7 +104,7 @@ impl Verb {
             | Self::EventCreate
             | Self::EventRecord
             | Self::StreamWaitEvent => &[DriverCode::OUT_OF_MEMORY],
-            Self::EventQuery => &[DriverCode::NOT_READY],
+            Self::EventQuery | Self::StreamQuery => &[DriverCode::NOT_READY],
             _ => &[],
         }
     }

@@ -83,6 +83,7 @@ impl Stage {
             Verb::StreamCreate => sim.stream_create().map(drop),
             Verb::StreamDestroy => sim.stream_destroy(self.stream),
             Verb::StreamSynchronize => sim.stream_synchronize(self.stream),
+            Verb::StreamQuery => sim.stream_query(self.stream),
             Verb::StreamWaitEvent => sim.stream_wait_event(self.stream, self.event),
             Verb::StreamGetId => sim.stream_get_id(self.stream).map(drop),
             Verb::StreamIsCapturing => sim.stream_is_capturing(self.stream).map(drop),
