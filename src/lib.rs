@@ -35,9 +35,13 @@
 //! 2. a stream slot's ring of events (two are never held together);
 //! 3. the staging ring's order of slots.
 //!
-//! Locks that guard one lookup (the registry of runtimes, tokens, the filler's place)
+//! Locks that guard one lookup (the registry of runtimes, tokens, the filler's place, the thread)
 //! are taken alone. The hit path takes none. A wait asks the waiting thread's check
 //! ([`set_wait_check`]), which is the program's code: nobody who waits holds a lock.
+//!
+//! # Threads
+//!
+//! None but the callers', unless [`RuntimeOptions::threads`] asks for them.
 
 pub mod copy;
 pub mod counters;

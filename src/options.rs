@@ -44,6 +44,24 @@ pub struct RuntimeOptions {
     pub record_interval: Duration,
     /// Page-locked slots between file and device. One of them is a page, rounded down to 16 MiB.
     pub staging_slot_count: usize,
+    /// Whether the runtime has threads of its own; `None`: it has none, or what it was when the
+    /// runtime is open already.
+    pub threads: Option<Threads>,
+}
+
+/// See [`RuntimeOptions::threads`].
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub enum Threads {
+    /// Everything happens on the callers' threads: what other programs take from the device is
+    /// noticed by the next fault.
+    #[default]
+    Off,
+    /// One thread, `vbar pressure`, looks every 25 ms at what the driver says is free and gives
+    /// memory back as a fault would, so that other programs get it while this one is idle. Where no
+    /// fence covers a use, and [`ContextWaits::Allowed`], it records an event of the context, which
+    /// breaks a capture of a stream that the library has not met yet: a program that captures sets
+    /// [`ContextWaits::Never`].
+    On,
 }
 
 /// See [`RuntimeOptions::context_waits`].
@@ -75,6 +93,7 @@ impl Default for RuntimeOptions {
             heal_window: Duration::from_secs(1),
             record_interval: Duration::from_micros(50),
             staging_slot_count: 4,
+            threads: None,
         }
     }
 }

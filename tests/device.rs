@@ -12,7 +12,7 @@ use vbar::driver::cuda::Cuda;
 use vbar::driver::kernel::{checksum, pattern};
 use vbar::driver::{Driver, KernelCall};
 use vbar::memory::pager::HeldPins;
-use vbar::options::{Eviction, RuntimeOptions};
+use vbar::options::{Eviction, RuntimeOptions, Threads};
 use vbar::units::{DeviceAddress, DeviceOrdinal, GIB, MIB, PageSize, Stream};
 use vbar::{Allocation, AllocationFault, ErrorCode, Fault, Runtime, Vbar};
 
@@ -400,6 +400,29 @@ fn a_wait_for_the_context_is_bounded_and_sees_all_of_it() {
     for round in 0..20 {
         assert_eq!(sums[round as usize], pattern_sum(P, round), "round {round}");
     }
+}
+
+#[test]
+fn other_programs_pressure_is_answered_without_a_call() {
+    let options = RuntimeOptions { threads: Some(Threads::On), ..RuntimeOptions::default() };
+    let world = World::new(options);
+    let vbar = world.runtime.create_bar(GIB).unwrap();
+    drop(vbar.fault(0..GIB, world.stream).unwrap().resident().expect("a GiB fits"));
+    let free = world.driver.mem_get_info().unwrap().free_bytes;
+    world.runtime.set_headroom(free - GIB / 2).unwrap();
+    assert_eq!(world.runtime.used_bytes(), GIB);
+    // Memory that the runtime knows nothing of.
+    let others: Vec<_> =
+        (0..16).map(|_| world.driver.mem_create(DEVICE, 64 * MIB).unwrap()).collect();
+    let end = std::time::Instant::now() + Duration::from_secs(30);
+    // The driver's own needs jitter: about half a GiB has to go.
+    while world.runtime.used_bytes() > GIB / 2 + 64 * MIB {
+        assert!(std::time::Instant::now() < end, "{} bytes are held", world.runtime.used_bytes());
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    others.into_iter().for_each(|frame| world.driver.mem_release(frame).unwrap());
+    assert!(world.runtime.is_valid());
+    world.runtime.set_threads(Threads::Off).unwrap();
 }
 
 #[test]

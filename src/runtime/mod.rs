@@ -6,6 +6,7 @@
 mod allocation;
 mod bar;
 mod model;
+mod pressure;
 mod statistics;
 
 use std::sync::{Arc, Weak};
@@ -17,7 +18,7 @@ use crate::memory::pager::{
     Faulted, Freed, MemoryNumbers, Pager, Reclaim, Request, is_work_pending,
 };
 use crate::memory::pins::{Pins, Token};
-use crate::options::RuntimeOptions;
+use crate::options::{RuntimeOptions, Threads};
 use crate::process;
 use crate::sync::Mutex;
 use crate::sync::device::Device;
@@ -28,6 +29,8 @@ pub use bar::{EndOfRun, Fault, Guard, Vbar};
 pub use model::ModelBar;
 pub use statistics::Statistics;
 
+use pressure::Housekeeping;
+
 /// The runtime of one device, shared by everyone who opened it.
 #[derive(Clone)]
 pub struct Runtime {
@@ -35,7 +38,8 @@ pub struct Runtime {
 }
 
 struct Inner {
-    pager: Pager,
+    pager: Arc<Pager>,
+    housekeeping: Housekeeping,
     pins: Pins,
     primary: Primary,
     addresses: Addresses,
@@ -68,12 +72,12 @@ static REGISTRY: Mutex<Vec<Registered>> = Mutex::new(Vec::new());
 
 impl Runtime {
     /// Opens a device, or shares its runtime when it is open: then the page size and the context
-    /// must be the same, and a budget or headroom that is given is applied as a change.
+    /// must be the same, and a budget, headroom or threads that are given are applied as changes.
     ///
     /// # Errors
     /// `DeviceNotRegistered` for an ordinal that the driver does not have, `AlreadyOpen` for
     /// another page size or context, `Unsupported` for a page size that is no multiple of the
-    /// device's granularity, and what the driver says.
+    /// device's granularity, `Io` when a thread cannot be had, and what the driver says.
     pub fn open(
         driver: Arc<dyn Driver>,
         device: DeviceOrdinal,
@@ -137,7 +141,8 @@ impl Runtime {
             None => (driver.device_primary_ctx_retain(ordinal)?, Primary::Retained),
         };
         let device = Arc::new(Device::new(driver, ordinal, context, options));
-        let inner = Inner { pager: Pager::new(device), pins: Pins::default(), primary, addresses };
+        let (pager, housekeeping) = (Arc::new(Pager::new(device)), Housekeeping::default());
+        let inner = Inner { pager, housekeeping, pins: Pins::default(), primary, addresses };
         Ok(Self { inner: Arc::new(inner) })
     }
 
@@ -147,7 +152,9 @@ impl Runtime {
             let _scope = self.device().enter()?;
             self.device().fences.prepare_context_wait()?;
         }
-        self.pager().refresh()
+        self.pager().refresh()?;
+        // Not given is not off: whoever shares the runtime already may have asked for threads.
+        self.device().options.threads.map_or(Ok(()), |threads| self.set_threads(threads))
     }
 
     fn apply(&self, options: &RuntimeOptions) -> Result<()> {
@@ -164,6 +171,7 @@ impl Runtime {
         }
         // Everything is checked before anything is changed.
         check_headroom(&*self.device().driver, self.ordinal(), options.headroom_bytes)?;
+        options.threads.map_or(Ok(()), |threads| self.set_threads(threads))?;
         if options.budget_bytes.is_some() {
             self.set_budget(options.budget_bytes)?;
         }
@@ -311,6 +319,25 @@ impl Runtime {
         self.device().wait_timeout()
     }
 
+    /// Starts or ends the threads of the runtime. When the call returns they are as asked for.
+    ///
+    /// # Errors
+    /// `Io` when the operating system gives no thread, `ProcessEnding`.
+    pub fn set_threads(&self, threads: Threads) -> Result<()> {
+        process::check()?;
+        match threads {
+            Threads::Off => self.inner.housekeeping.stop(),
+            Threads::On => self.inner.housekeeping.start(&self.inner.pager)?,
+        }
+        Ok(())
+    }
+
+    /// Whether the runtime has threads of its own.
+    #[must_use]
+    pub fn threads(&self) -> Threads {
+        self.inner.housekeeping.threads()
+    }
+
     /// Bytes of frames held, those on the free list included.
     #[must_use]
     pub fn used_bytes(&self) -> u64 {
@@ -364,6 +391,7 @@ impl Runtime {
 
 impl Drop for Inner {
     fn drop(&mut self) {
+        self.housekeeping.stop();
         let closed = self.pager.close();
         let device = &self.pager.device;
         if let Err(error) = &closed {

@@ -33,7 +33,7 @@ pub struct Device {
     pub counters: Counters,
     /// Ends waits.
     pub cancellation: Cancellation,
-    /// As given at open; budget, headroom and time-out may have changed since.
+    /// As given at open; budget, headroom, time-out and threads may have changed since.
     pub options: RuntimeOptions,
     lost: AtomicBool,
     /// Longest wait, in nanoseconds.

@@ -1,9 +1,18 @@
-//! What the library logs, for tests that ask.
+//! What the library logs, for tests that ask; and loggers that do more than log.
 
 use std::sync::{Mutex, MutexGuard, OnceLock};
 
 /// Messages so far, of all threads of all tests, with the name of the thread that logged each.
 static MESSAGES: Mutex<Vec<(String, String)>> = Mutex::new(Vec::new());
+/// What happens, once, when a thread of this name logs a message with this text.
+static REACTIONS: Mutex<Vec<Reaction>> = Mutex::new(Vec::new());
+
+struct Reaction {
+    thread: String,
+    text: String,
+    react: Box<dyn FnOnce() + Send>,
+}
+
 struct Collector;
 
 impl log::Log for Collector {
@@ -17,7 +26,16 @@ impl log::Log for Collector {
             return;
         }
         let (thread, message) = (this_thread(), record.args().to_string());
+        let reaction = {
+            let mut reactions = lock(&REACTIONS);
+            let fits = |one: &Reaction| one.thread == thread && message.contains(&one.text);
+            let at = reactions.iter().position(fits);
+            at.map(|at| reactions.remove(at))
+        };
         lock(&MESSAGES).push((thread, message));
+        if let Some(Reaction { react, .. }) = reaction {
+            react();
+        }
     }
 
     fn flush(&self) {}
@@ -34,6 +52,13 @@ pub(crate) fn collect() {
         log::set_logger(&Collector).expect("the first logger of this process");
         log::set_max_level(log::LevelFilter::Warn);
     });
+}
+
+/// Has the logger do something in the middle of one message.
+pub(crate) fn react(thread: &str, text: &str, react: impl FnOnce() + Send + 'static) {
+    collect();
+    let (thread, text) = (thread.to_owned(), text.to_owned());
+    lock(&REACTIONS).push(Reaction { thread, text, react: Box::new(react) });
 }
 
 /// How many messages of threads of this name contain the text.

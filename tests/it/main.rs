@@ -10,6 +10,7 @@ mod files;
 mod forked;
 mod limits;
 mod logs;
+mod pressure;
 mod refill;
 mod reviewed;
 mod reviewed_life;

@@ -226,6 +226,7 @@ fn locks_are_free(runtime: &Runtime, vbar: &Vbar) -> bool {
     std::thread::spawn(move || {
         let free = runtime.is_valid() && runtime.numbers().bars > 0;
         runtime.trim(u64::MAX).unwrap();
+        runtime.set_threads(runtime.threads()).unwrap();
         drop(Runtime::opened(&runtime.device().driver, runtime.ordinal()).unwrap());
         vbar.set_watermark(1).unwrap();
         let _ = sender.send(free);

@@ -272,6 +272,14 @@ impl Pager {
         self.change_budget(|_| (), WithoutEvent::Synchronize)
     }
 
+    /// As [`Pager::refresh`], on a thread of the library's own: it never waits inside the driver.
+    ///
+    /// # Errors
+    /// As [`Pager::set_budget`].
+    pub fn relieve(&self) -> Result<()> {
+        self.change_budget(|_| (), WithoutEvent::Refuse)
+    }
+
     /// Ends a run of a VBAR: records a fence on the stream, lifts the floor, lets the watermark
     /// heal, and reports the pages that still have pins, with their number.
     ///
