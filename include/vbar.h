@@ -613,13 +613,17 @@ enum VbarThreads
 #endif // defined(__cplusplus) || __STDC_VERSION__ >= 202311L
  {
   /*
-   None: pressure of other programs is noticed at the next fault.
+   None, or what the device has where it is open already.
    */
-  VBAR_THREADS_OFF = 0,
+  VBAR_THREADS_DEFAULT = 0,
   /*
-   One that notices it at once.
+   One that notices what other programs take from the device, also between calls.
    */
   VBAR_THREADS_ON = 1,
+  /*
+   None: that is noticed at the next fault. Ends the one of a device that is open.
+   */
+  VBAR_THREADS_OFF = 2,
 };
 #ifndef __cplusplus
 #if __STDC_VERSION__ >= 202311L
@@ -1317,12 +1321,6 @@ VbarStatus vbar_device_trim(struct VbarDevice device, uint64_t keep_bytes, uint6
 VbarStatus vbar_device_free_memory(struct VbarDevice device,
                                    uint64_t bytes,
                                    struct VbarFreed *freed);
-
-/*
- Ends every wait that is under way on the device with `VBAR_STATUS_CANCELLED`; later ones are not
- touched. Thread-safe; for another thread than the one that waits.
- */
-VbarStatus vbar_device_cancel_waits(struct VbarDevice device);
 
 /*
  Tells the library that a stream is about to be destroyed; it must still be valid. Thread-safe.

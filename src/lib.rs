@@ -20,7 +20,7 @@
 //! 7  model/synth
 //! 5  memory/{pager, pins}    the one place where pages change hands
 //! 4  memory/{vbar, space, frames}                   copy/{staging, fill}
-//! 3  sync/{fence, device, wait, clock}              host: files, page-locked memory
+//! 3  sync/{fence, context, device, wait, clock}     host: files, page-locked memory
 //! 2  memory/{page_table, policy, budget}  model/binding  copy/ring
 //!    host/{safetensors, allowance}                                                     pure
 //! 1  driver/{cuda, sim}      the door
@@ -36,8 +36,13 @@
 //! 2. a stream slot's ring of events (two are never held together);
 //! 3. the staging ring's order of slots.
 //!
-//! Locks that guard one lookup (the registry of runtimes, tokens, the filler's place) are taken
-//! alone. The hit path takes none.
+//! Locks that guard one lookup (the registry of runtimes, tokens, the filler's place, the thread)
+//! are taken alone. The hit path takes none. A wait asks the waiting thread's check
+//! ([`set_wait_check`]), which is the program's code: nobody who waits holds a lock.
+//!
+//! # Threads
+//!
+//! None but the callers', unless [`RuntimeOptions::threads`] asks for them.
 
 pub mod copy;
 pub mod counters;
@@ -60,6 +65,7 @@ pub use error::{Error, ErrorCode, Result};
 pub use options::RuntimeOptions;
 pub use outcome::{Reason, WaitKind};
 pub use runtime::{Allocation, AllocationFault, Fault, Guard, ModelBar, Runtime, Vbar};
+pub use sync::wait::{WaitCheck, set_wait_check};
 
 /// The README's programs are compiled with the documentation's tests.
 #[cfg(doctest)]

@@ -33,7 +33,8 @@ pub struct RuntimeOptions {
     pub eviction: Eviction,
     /// Whether the CPU may wait for the whole context when no fence covers a page that must go.
     pub context_waits: ContextWaits,
-    /// Longest time that one call waits for anything, then `TimedOut`.
+    /// Longest time that a wait of one kind takes in a call, then `TimedOut`; what it is at first,
+    /// see [`Runtime::set_wait_timeout`](crate::Runtime::set_wait_timeout).
     pub wait_timeout: Duration,
     /// The driver's free memory is asked at most this often.
     pub poll_interval: Duration,
@@ -44,12 +45,32 @@ pub struct RuntimeOptions {
     /// Page-locked slots between file and device, 1 to [`STAGING_SLOTS_MAX`]. One of them is a
     /// page, rounded down to 16 MiB.
     pub staging_slot_count: usize,
+    /// Whether the runtime has threads of its own; `None`: it has none, or what it was when the
+    /// runtime is open already.
+    pub threads: Option<Threads>,
+}
+
+/// See [`RuntimeOptions::threads`].
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub enum Threads {
+    /// Everything happens on the callers' threads: what other programs take from the device is
+    /// noticed by the next fault.
+    #[default]
+    Off,
+    /// One thread, `vbar pressure`, looks every 25 ms at what the driver says is free and gives
+    /// memory back as a fault would, so that other programs get it while this one is idle. Where no
+    /// fence covers a use, and [`ContextWaits::Allowed`], it records an event of the context, which
+    /// breaks a capture of a stream that the library has not met yet: a program that captures sets
+    /// [`ContextWaits::Never`].
+    On,
 }
 
 /// See [`RuntimeOptions::context_waits`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub enum ContextWaits {
-    /// One counted `cuCtxSynchronize` rather than a refusal.
+    /// One counted wait for an event of the context (`cuCtxRecordEvent`) rather than a refusal.
+    /// Drivers older than CUDA 12.5 have no such event and get `cuCtxSynchronize`, which has no
+    /// time-out, cannot be cancelled, and stops launches of other threads until it returns.
     #[default]
     Allowed,
     /// Refuse with `FenceUnknown`.
@@ -77,6 +98,7 @@ impl Default for RuntimeOptions {
             heal_window: Duration::from_secs(1),
             record_interval: Duration::from_micros(50),
             staging_slot_count: 4,
+            threads: None,
         }
     }
 }

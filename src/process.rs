@@ -1,15 +1,21 @@
-//! Two facts about the process: it has forked, it is exiting.
+//! Two facts about the process: it has forked, it is exiting. And what the library's own threads
+//! owe to it.
 //!
 //! After either, no driver call may be made: a forked child has no usable context, and at exit the
 //! driver may be gone already. [`ending`] is asked by every entry and costs about a nanosecond. The
 //! fork is seen through one OS page that the kernel wipes in the child (`MADV_WIPEONFORK`,
 //! madvise(2)), the exit through one handler that is registered after the driver was loaded, so
 //! that it runs before the driver's own. Nothing is freed here.
+//!
+//! A thread of the library's own takes none of the program's signals ([`spawn`]), and the exit
+//! waits a moment for what it is in the middle of ([`work`]).
 
-#![expect(unsafe_code, reason = "atexit and an atomic in a mapping that the kernel writes")]
+#![expect(unsafe_code, reason = "atexit, signal masks, an atomic in a mapping the kernel writes")]
 
 use std::sync::Once;
-use std::sync::atomic::{AtomicPtr, AtomicU8, Ordering};
+use std::sync::atomic::{AtomicPtr, AtomicU8, AtomicU32, Ordering, fence};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
 
 use crate::error::{Error, ErrorCode, Result};
 
@@ -60,7 +66,70 @@ pub fn check() -> Result<()> {
 }
 
 extern "C" fn on_exit() {
+    // A forked child has none of its parent's threads.
+    if ending() {
+        return;
+    }
     asked().store(0, Ordering::Relaxed);
+    fence(Ordering::SeqCst);
+    let started = Instant::now();
+    while WORKING.load(Ordering::Acquire) > 0 && started.elapsed() < EXIT_PATIENCE {
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+/// Threads of the library's own that are inside the driver, or about to be.
+static WORKING: AtomicU32 = AtomicU32::new(0);
+/// The exit waits this long for them.
+const EXIT_PATIENCE: Duration = Duration::from_millis(50);
+
+/// A piece of work of a thread of the library's own, from [`work`].
+pub struct Work(());
+
+/// Begins a piece of work on a thread of the library's own; `None` when the process is ending, and
+/// the driver may not be called. The exit waits for its end, though not for long.
+#[must_use]
+pub fn work() -> Option<Work> {
+    WORKING.fetch_add(1, Ordering::Relaxed);
+    let work = Work(());
+    // The exit raises its flag and then looks at the count, here it is the other way round: one of
+    // the two sees the other.
+    fence(Ordering::SeqCst);
+    (!ending()).then_some(work)
+}
+
+impl Drop for Work {
+    fn drop(&mut self) {
+        WORKING.fetch_sub(1, Ordering::Release);
+    }
+}
+
+/// Starts a thread of the library's own. Signals meant for the program are blocked on it, so that
+/// the program's handlers run on the program's threads; those that a fault of the thread itself
+/// raises are not.
+///
+/// # Errors
+/// What the operating system says.
+pub fn spawn(name: &str, body: impl FnOnce() + Send + 'static) -> std::io::Result<JoinHandle<()>> {
+    let mut blocked = std::mem::MaybeUninit::<libc::sigset_t>::uninit();
+    // SAFETY: `blocked` is a place for a set, which the call fills.
+    unsafe { libc::sigfillset(blocked.as_mut_ptr()) };
+    for fault in [libc::SIGSEGV, libc::SIGBUS, libc::SIGFPE, libc::SIGILL, libc::SIGTRAP] {
+        // SAFETY: the set was filled above, and the numbers are signals.
+        unsafe { libc::sigdelset(blocked.as_mut_ptr(), fault) };
+    }
+    let mut before = std::mem::MaybeUninit::<libc::sigset_t>::uninit();
+    // SAFETY: `blocked` is a filled set, `before` a place for one. Only this thread's mask changes,
+    // which the new thread inherits.
+    let code =
+        unsafe { libc::pthread_sigmask(libc::SIG_SETMASK, blocked.as_ptr(), before.as_mut_ptr()) };
+    if code != 0 {
+        return Err(std::io::Error::from_raw_os_error(code));
+    }
+    let thread = std::thread::Builder::new().name(name.to_owned()).spawn(body);
+    // SAFETY: the call above succeeded and wrote this thread's mask to `before`.
+    unsafe { libc::pthread_sigmask(libc::SIG_SETMASK, before.as_ptr(), std::ptr::null_mut()) };
+    thread
 }
 
 fn fork_flag() -> Option<&'static AtomicU8> {

@@ -12,9 +12,9 @@ use vbar::driver::cuda::Cuda;
 use vbar::driver::kernel::{checksum, pattern};
 use vbar::driver::{Driver, KernelCall};
 use vbar::memory::pager::HeldPins;
-use vbar::options::{Eviction, RuntimeOptions};
+use vbar::options::{Eviction, RuntimeOptions, Threads};
 use vbar::units::{DeviceAddress, DeviceOrdinal, GIB, MIB, PageSize, Stream};
-use vbar::{Allocation, AllocationFault, Fault, Runtime, Vbar};
+use vbar::{Allocation, AllocationFault, ErrorCode, Fault, Runtime, Vbar};
 
 #[path = "it/door.rs"]
 mod door;
@@ -360,6 +360,69 @@ fn threads_share_a_small_budget_and_every_byte_is_right() {
         }
     });
     assert!(world.runtime.is_valid());
+}
+
+/// A use that no fence covers: its page is faulted, read for `delay`, and given back as if its
+/// stream were gone.
+fn use_uncovered(world: &World, allocation: &Allocation, index: u64, delay: Duration) {
+    let AllocationFault::Resident(guard) = allocation.fault(world.stream).unwrap() else {
+        panic!("just written")
+    };
+    world.enqueue_sum(guard.address(), P, index, delay);
+    world.runtime.unpin(guard.into_token(), Stream::NONE).unwrap();
+}
+
+#[test]
+fn a_wait_for_the_context_is_bounded_and_sees_all_of_it() {
+    let world = World::budget(1);
+    let (reader, taker) =
+        (world.runtime.create_bar(P).unwrap(), world.runtime.create_bar(P).unwrap());
+    let (page, taken) = (reader.allocate(P).unwrap(), taker.allocate(P).unwrap());
+    for round in 0..20 {
+        reader.set_watermark(1).unwrap();
+        taker.set_watermark(1).unwrap();
+        world.write(&page, round, world.stream);
+        use_uncovered(&world, &page, round, Duration::from_millis(100));
+        if world.driver.version().unwrap() >= 12_050 {
+            world.runtime.set_wait_timeout(Duration::from_millis(5));
+            let failed = taken.fault(world.stream).map(drop).unwrap_err();
+            assert_eq!(failed.code(), ErrorCode::TimedOut, "{failed}");
+            world.runtime.set_wait_timeout(Duration::from_secs(30));
+            vbar::set_wait_check(Some(Box::new(|| std::ops::ControlFlow::Break(()))));
+            let failed = taken.fault(world.stream).map(drop).unwrap_err();
+            assert_eq!(failed.code(), ErrorCode::Cancelled, "{failed}");
+            vbar::set_wait_check(None);
+        }
+        world.write(&taken, !round, world.stream);
+        taker.free_memory(P).unwrap();
+    }
+    let sums = world.sums.read();
+    for round in 0..20 {
+        assert_eq!(sums[round as usize], pattern_sum(P, round), "round {round}");
+    }
+}
+
+#[test]
+fn other_programs_pressure_is_answered_without_a_call() {
+    let options = RuntimeOptions { threads: Some(Threads::On), ..RuntimeOptions::default() };
+    let world = World::new(options);
+    let vbar = world.runtime.create_bar(GIB).unwrap();
+    drop(vbar.fault(0..GIB, world.stream).unwrap().resident().expect("a GiB fits"));
+    let free = world.driver.mem_get_info().unwrap().free_bytes;
+    world.runtime.set_headroom(free - GIB / 2).unwrap();
+    assert_eq!(world.runtime.used_bytes(), GIB);
+    // Memory that the runtime knows nothing of.
+    let others: Vec<_> =
+        (0..16).map(|_| world.driver.mem_create(DEVICE, 64 * MIB).unwrap()).collect();
+    let end = std::time::Instant::now() + Duration::from_secs(30);
+    // The driver's own needs jitter: about half a GiB has to go.
+    while world.runtime.used_bytes() > GIB / 2 + 64 * MIB {
+        assert!(std::time::Instant::now() < end, "{} bytes are held", world.runtime.used_bytes());
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    others.into_iter().for_each(|frame| world.driver.mem_release(frame).unwrap());
+    assert!(world.runtime.is_valid());
+    world.runtime.set_threads(Threads::Off).unwrap();
 }
 
 #[test]

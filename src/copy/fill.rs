@@ -10,9 +10,11 @@ use std::sync::Arc;
 
 use crate::copy::staging::Staging;
 use crate::counters;
+use crate::driver::DriverCode;
 use crate::error::{Error, Result};
 use crate::host::bound::Bound;
 use crate::model::binding::{Encoding, Segment};
+use crate::outcome::WaitKind;
 use crate::process;
 use crate::sync::device::Device;
 use crate::sync::fence::StreamSlot;
@@ -107,10 +109,16 @@ impl Filler {
     /// Waits for everything enqueued so far, where no fence can be had.
     ///
     /// # Errors
-    /// What the driver says.
+    /// Those of waiting, and what the driver says.
     pub fn wait(&self) -> Result<()> {
-        let waited = self.device.driver.stream_synchronize(self.stream);
-        waited.map_err(|error| self.device.note(error.into()))
+        let mut wait = self.device.wait(WaitKind::Staging);
+        loop {
+            match self.device.driver.stream_query(self.stream) {
+                Ok(()) => return Ok(()),
+                Err(error) if error.code == DriverCode::NOT_READY => wait.pause()?,
+                Err(error) => return Err(self.device.note(error.into())),
+            }
+        }
     }
 
     /// One slot's worth: every segment read to its place in the slot, then one copy. The gaps
@@ -131,8 +139,10 @@ impl Filler {
             Ok(ticket) => ticket,
             Err(error) => {
                 // The copy is enqueued and no fence covers it: only the stream's end tells when
-                // the slot is free again.
-                let _ = self.device.driver.stream_synchronize(self.stream);
+                // the slot is free again, or else a wait for the context.
+                if self.wait().is_err() {
+                    slot.give_back(self.device.fences.unrecorded_stamp());
+                }
                 return Err(error);
             }
         };
@@ -162,6 +172,7 @@ impl Drop for Filler {
         if process::ending() || self.device.is_lost() {
             return;
         }
+        // Whoever closes has waited for the context: this ends at once.
         let end = || -> Result<()> {
             let _scope = self.device.enter()?;
             self.device.driver.stream_synchronize(self.stream)?;

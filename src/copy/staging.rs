@@ -67,13 +67,18 @@ impl Staging {
     }
 
     fn take_any(&self, device: &Device) -> Result<(usize, Ticket)> {
-        let mut ring = self.ring.lock();
-        if let Some(taken) = ring.take() {
+        let idle = self.ring.lock().take();
+        if let Some(taken) = idle {
             return Ok(taken);
         }
         let wait = device.wait(WaitKind::Staging);
         loop {
+            // Asked with the ring free: the answer may come from the program's own code.
             let patience = wait.check()?;
+            let mut ring = self.ring.lock();
+            if let Some(taken) = ring.take() {
+                return Ok(taken);
+            }
             self.returned.wait_for(&mut ring, patience);
             if let Some(taken) = ring.take() {
                 return Ok(taken);

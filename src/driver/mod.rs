@@ -24,6 +24,9 @@
 //! * **An event holds its latest record.** `stream_wait_event` takes the record that exists at the
 //!   call; an event that was never recorded makes nothing wait, and a query of it succeeds.
 //!   `event_query` returns success, `NOT_READY`, or a code that says nothing about progress.
+//!   `ctx_record_event` records everything that was enqueued in a context by then, on every stream,
+//!   destroyed ones and default streams too; the call itself waits for nothing and stops nobody's
+//!   launches. Older drivers do not have it.
 //! * **Errors surface late.** An illegal access on the device is returned by some later call, is
 //!   sticky, and belongs to whoever enqueued it, not to the call that returns it.
 //! * **Capture.** On a capturing stream nothing runs; `event_query` and `event_record` of others
@@ -154,6 +157,12 @@ pub trait Driver: Send + Sync + 'static {
     fn ctx_set_current(&self, context: Option<Context>) -> DriverResult<()>;
     /// `cuCtxSynchronize`: waits for all work of the current context.
     fn ctx_synchronize(&self) -> DriverResult<()>;
+    /// `cuCtxRecordEvent` (CUDA 12.5): `event`, made in `context`, holds all work of `context` up
+    /// to now, for a primary context that of its green contexts too. `INVALID_HANDLE` for an event
+    /// of another context, `NOT_SUPPORTED` where the driver does not have the call. While a stream
+    /// of the context is captured `STREAM_CAPTURE_UNSUPPORTED`, whatever the thread's capture
+    /// mode, and the captures are broken: who may meet one does not call.
+    fn ctx_record_event(&self, context: Context, event: Event) -> DriverResult<()>;
 
     /// `cuMemGetInfo` of the current context's device.
     fn mem_get_info(&self) -> DriverResult<DeviceMemory>;
@@ -231,6 +240,8 @@ pub trait Driver: Send + Sync + 'static {
     fn stream_destroy(&self, stream: Stream) -> DriverResult<()>;
     /// `cuStreamSynchronize`.
     fn stream_synchronize(&self, stream: Stream) -> DriverResult<()>;
+    /// `cuStreamQuery`: `Ok` when all work on the stream is done, else `NOT_READY`.
+    fn stream_query(&self, stream: Stream) -> DriverResult<()>;
     /// `cuStreamWaitEvent`: later work on `stream` waits for the record that `event` holds now.
     fn stream_wait_event(&self, stream: Stream, event: Event) -> DriverResult<()>;
     /// `cuStreamGetId`: unique in the process, never reused, unlike the handle. The default

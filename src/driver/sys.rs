@@ -210,6 +210,7 @@ table! {
         cuStreamCreate = "cuStreamCreate"(*mut CUstream, c_uint);
         cuStreamDestroy = "cuStreamDestroy_v2"(CUstream);
         cuStreamSynchronize = "cuStreamSynchronize"(CUstream);
+        cuStreamQuery = "cuStreamQuery"(CUstream);
         cuStreamWaitEvent = "cuStreamWaitEvent"(CUstream, CUevent, c_uint);
         cuStreamIsCapturing = "cuStreamIsCapturing"(CUstream, *mut c_uint);
         cuThreadExchangeStreamCaptureMode = "cuThreadExchangeStreamCaptureMode"(*mut c_uint);
@@ -230,6 +231,8 @@ table! {
         // CUDA 12.0.
         cuStreamGetId = "cuStreamGetId"(CUstream, *mut u64);
         cuCtxGetId = "cuCtxGetId"(CUcontext, *mut u64);
+        // CUDA 12.5.
+        cuCtxRecordEvent = "cuCtxRecordEvent"(CUcontext, CUevent);
         // CUDA 11.3, and what cuda.h of CUDA 13 uses instead of it: stream; state, id, graph, nodes
         // (v3: edges too), node count.
         cuStreamGetCaptureInfo_v2 = "cuStreamGetCaptureInfo_v2"(

@@ -14,7 +14,7 @@ use super::value::{Growing, Out, OutGrowing, Plain, read_growing, read_text};
 use crate::driver::select::{self, Opened, Selection};
 use crate::driver::sim::Sim;
 use crate::error::{Error, ErrorCode, Result};
-use crate::options::{ContextWaits, Eviction, RuntimeOptions};
+use crate::options::{ContextWaits, Eviction, RuntimeOptions, Threads};
 use crate::runtime::Runtime;
 use crate::slots::{Handles, Ref, Spread};
 use crate::units::{Context, DeviceOrdinal, PageSize, Stream};
@@ -49,10 +49,12 @@ pub enum VbarEviction {
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[repr(u32)]
 pub enum VbarThreads {
-    /// None: pressure of other programs is noticed at the next fault.
-    Off = 0,
-    /// One that notices it at once.
+    /// None, or what the device has where it is open already.
+    Default = 0,
+    /// One that notices what other programs take from the device, also between calls.
     On = 1,
+    /// None: that is noticed at the next fault. Ends the one of a device that is open.
+    Off = 2,
 }
 
 /// Whether a call may wait for the whole context when no fence covers a page that must go.
@@ -202,6 +204,10 @@ fn open(options: &VbarDeviceOptions) -> Result<DeviceEntry> {
     }
     let device = device.max(ordinal);
     let runtime = Runtime::open(driver, device, runtime_options)?;
+    if options.wait_timeout_ms != 0 {
+        // Where the device was open already, too.
+        runtime.set_wait_timeout(Duration::from_millis(options.wait_timeout_ms));
+    }
     Ok(DeviceEntry { runtime, sim, how })
 }
 
@@ -240,6 +246,12 @@ fn runtime_options(options: &VbarDeviceOptions) -> Result<RuntimeOptions> {
         )?,
         wait_timeout: given(options.wait_timeout_ms)
             .map_or(defaults.wait_timeout, Duration::from_millis),
+        threads: match options.threads {
+            0 => None,
+            1 => Some(Threads::On),
+            2 => Some(Threads::Off),
+            other => return Err(invalid(format!("threads is {other}: 0 to 2 are expected"))),
+        },
         staging_slot_count: match options.staging_slot_count {
             0 => defaults.staging_slot_count,
             count => count as usize,
@@ -381,16 +393,6 @@ pub unsafe extern "C" fn vbar_device_free_memory(
     call(|| {
         let out = Out::new(freed)?;
         out.write(find(device)?.runtime.free_memory(bytes)?.into());
-        Ok(())
-    })
-}
-
-/// Ends every wait that is under way on the device with `VBAR_STATUS_CANCELLED`; later ones are not
-/// touched. Thread-safe; for another thread than the one that waits.
-#[unsafe(no_mangle)]
-pub extern "C" fn vbar_device_cancel_waits(device: VbarDevice) -> VbarStatus {
-    call(|| {
-        find(device)?.runtime.cancel_waits();
         Ok(())
     })
 }

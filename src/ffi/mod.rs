@@ -9,6 +9,7 @@
 //! call     the boundary: panics, statuses, messages       value    structs, texts, pointers
 //! device -> bar -> allocation -> fault -> token           status   numbers and their texts
 //!        -> model                   log   messages        sim      the simulated device
+//!                                    wait  time-outs, cancelling
 //! ```
 
 pub mod allocation;
@@ -23,6 +24,7 @@ pub mod statistics;
 pub mod status;
 pub mod token;
 mod value;
+pub mod wait;
 
 pub use status::{VBAR_ABI_VERSION, VbarStatus};
 

@@ -6,15 +6,19 @@
 mod allocation;
 mod bar;
 mod model;
+mod pressure;
 mod statistics;
 
 use std::sync::{Arc, Weak};
+use std::time::Duration;
 
 use crate::driver::{DeviceAttribute, Driver, DriverCode};
 use crate::error::{Error, ErrorCode, Result};
-use crate::memory::pager::{Faulted, Freed, MemoryNumbers, Pager, Reclaim, Request};
+use crate::memory::pager::{
+    Faulted, Freed, MemoryNumbers, Pager, Reclaim, Request, is_work_pending,
+};
 use crate::memory::pins::{Pins, Token};
-use crate::options::{RuntimeOptions, STAGING_SLOTS_MAX};
+use crate::options::{RuntimeOptions, STAGING_SLOTS_MAX, Threads};
 use crate::process;
 use crate::sync::Mutex;
 use crate::sync::device::Device;
@@ -25,6 +29,8 @@ pub use bar::{EndOfRun, Fault, Guard, Vbar};
 pub use model::ModelBar;
 pub use statistics::Statistics;
 
+use pressure::Housekeeping;
+
 /// The runtime of one device, shared by everyone who opened it.
 #[derive(Clone)]
 pub struct Runtime {
@@ -32,7 +38,8 @@ pub struct Runtime {
 }
 
 struct Inner {
-    pager: Pager,
+    pager: Arc<Pager>,
+    housekeeping: Housekeeping,
     pins: Pins,
     primary: Primary,
     addresses: Addresses,
@@ -65,12 +72,12 @@ static REGISTRY: Mutex<Vec<Registered>> = Mutex::new(Vec::new());
 
 impl Runtime {
     /// Opens a device, or shares its runtime when it is open: then the page size and the context
-    /// must be the same, and a budget or headroom that is given is applied as a change.
+    /// must be the same, and a budget, headroom or threads that are given are applied as changes.
     ///
     /// # Errors
     /// `DeviceNotRegistered` for an ordinal that the driver does not have, `AlreadyOpen` for
     /// another page size or context, `Unsupported` for a page size that is no multiple of the
-    /// device's granularity, and what the driver says.
+    /// device's granularity, `Io` when a thread cannot be had, and what the driver says.
     pub fn open(
         driver: Arc<dyn Driver>,
         device: DeviceOrdinal,
@@ -84,25 +91,24 @@ impl Runtime {
             runtime.apply(&options)?;
             return Ok(runtime);
         }
-        let runtime = Self::open_new(Arc::clone(&driver), device, options);
-        // Said with no lock held: the logger is the program's.
-        let described = || driver.description();
-        let runtime = match runtime {
-            Ok(runtime) => runtime,
-            Err(error) => {
-                drop(registry);
-                log::info!("device {device} was not opened on {}: {error}", described());
-                return Err(error);
-            }
-        };
-        registry.push(Registered {
-            driver: Arc::downgrade(&driver),
-            device,
-            runtime: Arc::downgrade(&runtime.inner),
-        });
+        let made = Self::open_new(Arc::clone(&driver), device, options);
+        if let Ok(runtime) = &made {
+            registry.push(Registered {
+                driver: Arc::downgrade(&driver),
+                device,
+                runtime: Arc::downgrade(&runtime.inner),
+            });
+        }
+        // With no lock held: a runtime that does not start is closed, which may wait, and the
+        // logger is the program's.
         drop(registry);
-        log::info!("device {device} opened on {}", described());
-        Ok(runtime)
+        let opened = made.and_then(|runtime| runtime.start().map(|()| runtime));
+        let described = driver.description();
+        match &opened {
+            Ok(_) => log::info!("device {device} opened on {described}"),
+            Err(error) => log::info!("device {device} was not opened on {described}: {error}"),
+        }
+        opened
     }
 
     /// The runtime of a device that is open.
@@ -136,10 +142,20 @@ impl Runtime {
             None => (driver.device_primary_ctx_retain(ordinal)?, Primary::Retained),
         };
         let device = Arc::new(Device::new(driver, ordinal, context, options));
-        let inner = Inner { pager: Pager::new(device), pins: Pins::default(), primary, addresses };
-        let runtime = Self { inner: Arc::new(inner) };
-        runtime.pager().refresh()?;
-        Ok(runtime)
+        let (pager, housekeeping) = (Arc::new(Pager::new(device)), Housekeeping::default());
+        let inner = Inner { pager, housekeeping, pins: Pins::default(), primary, addresses };
+        Ok(Self { inner: Arc::new(inner) })
+    }
+
+    /// What comes before the first call, and may fail.
+    fn start(&self) -> Result<()> {
+        {
+            let _scope = self.device().enter()?;
+            self.device().fences.prepare_context_wait()?;
+        }
+        self.pager().refresh()?;
+        // Not given is not off: whoever shares the runtime already may have asked for threads.
+        self.device().options.threads.map_or(Ok(()), |threads| self.set_threads(threads))
     }
 
     fn apply(&self, options: &RuntimeOptions) -> Result<()> {
@@ -156,6 +172,7 @@ impl Runtime {
         }
         // Everything is checked before anything is changed.
         check_headroom(&*self.device().driver, self.ordinal(), options.headroom_bytes)?;
+        options.threads.map_or(Ok(()), |threads| self.set_threads(threads))?;
         if options.budget_bytes.is_some() {
             self.set_budget(options.budget_bytes)?;
         }
@@ -221,7 +238,8 @@ impl Runtime {
     /// covers, as far as pins and fences allow.
     ///
     /// # Errors
-    /// `DeviceLost`, `ProcessEnding`, or what the driver says; the budget is set all the same.
+    /// `DeviceLost`, `ProcessEnding`, `TimedOut` or `Cancelled` of a wait for the context, or what
+    /// the driver says; the budget is set all the same.
     pub fn set_budget(&self, bytes: Option<u64>) -> Result<()> {
         self.pager().set_budget(bytes)
     }
@@ -254,7 +272,7 @@ impl Runtime {
     /// the bytes released.
     ///
     /// # Errors
-    /// `DeviceLost`, `ProcessEnding`, or what the driver says.
+    /// `DeviceLost`, `ProcessEnding`, `Cancelled`, or what the driver says.
     pub fn trim(&self, keep_bytes: u64) -> Result<u64> {
         self.pager().trim(keep_bytes)
     }
@@ -282,9 +300,41 @@ impl Runtime {
         self.device().fences.retire(stream)
     }
 
-    /// Ends every wait under way in this runtime with `Cancelled`.
+    /// Ends every wait under way in this runtime with `Cancelled`. A thread's own waits are ended
+    /// from inside by [`set_wait_check`](crate::set_wait_check).
     pub fn cancel_waits(&self) {
         self.device().cancellation.cancel_waits();
+    }
+
+    /// Sets the longest time that a wait of one kind takes in a call; waits under way keep theirs.
+    /// With no time a call waits for nothing: it asks once.
+    pub fn set_wait_timeout(&self, timeout: Duration) {
+        self.device().set_wait_timeout(timeout);
+    }
+
+    /// The longest time that a wait takes.
+    #[must_use]
+    pub fn wait_timeout(&self) -> Duration {
+        self.device().wait_timeout()
+    }
+
+    /// Starts or ends the threads of the runtime. When the call returns they are as asked for.
+    ///
+    /// # Errors
+    /// `Io` when the operating system gives no thread, `ProcessEnding`.
+    pub fn set_threads(&self, threads: Threads) -> Result<()> {
+        process::check()?;
+        match threads {
+            Threads::Off => self.inner.housekeeping.stop(),
+            Threads::On => self.inner.housekeeping.start(&self.inner.pager)?,
+        }
+        Ok(())
+    }
+
+    /// Whether the runtime has threads of its own.
+    #[must_use]
+    pub fn threads(&self) -> Threads {
+        self.inner.housekeeping.threads()
     }
 
     /// Bytes of frames held, those on the free list included.
@@ -340,9 +390,16 @@ impl Runtime {
 
 impl Drop for Inner {
     fn drop(&mut self) {
-        self.pager.close();
+        self.housekeeping.stop();
+        let closed = self.pager.close();
         let device = &self.pager.device;
+        if let Err(error) = &closed {
+            log::error!("closing device {}: {error}; what it holds stays", device.ordinal);
+        }
+        // The last release of a context waits for its work, which was not to be waited for.
+        let pending = closed.is_err_and(|error| is_work_pending(&error));
         if self.primary == Primary::Retained
+            && !pending
             && device.check().is_ok()
             && let Err(error) = device.driver.device_primary_ctx_release(device.ordinal)
         {

@@ -4,6 +4,7 @@
 //! context current, the thread in relaxed capture mode, both put back afterwards. Knows no pages.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use crate::counters::Counters;
 use crate::driver::{CaptureMode, CaptureState, Context, Driver};
@@ -11,10 +12,11 @@ use crate::error::{Error, ErrorCode, Result};
 use crate::options::{ContextWaits, RuntimeOptions};
 use crate::outcome::WaitKind;
 use crate::process;
+use crate::sync::context::WithoutEvent;
 use crate::sync::fence::{Cover, Fences, StreamSlot};
 use crate::sync::ticket::Ticket;
 use crate::sync::wait::{Cancellation, Wait};
-use crate::sync::{AtomicBool, Relaxed};
+use crate::sync::{AtomicBool, AtomicU64, Relaxed};
 use crate::units::{DeviceOrdinal, Stream};
 
 /// See the module's text.
@@ -31,10 +33,16 @@ pub struct Device {
     pub counters: Counters,
     /// Ends waits.
     pub cancellation: Cancellation,
-    /// As given at open; budget and headroom may have changed since.
+    /// As given at open; budget, headroom, time-out and threads may have changed since.
     pub options: RuntimeOptions,
     lost: AtomicBool,
+    /// Longest wait, in nanoseconds.
+    wait_timeout: AtomicU64,
 }
+
+/// Closing waits at least this long for the work of the context, whatever the time-out of other
+/// waits is: nobody comes again, and what is not freed then never is.
+const CLOSING_TIMEOUT_MIN: Duration = Duration::from_secs(30);
 
 impl Device {
     /// A device whose context exists.
@@ -46,15 +54,27 @@ impl Device {
         options: RuntimeOptions,
     ) -> Self {
         Self {
-            fences: Fences::new(Arc::clone(&driver), options.record_interval),
+            fences: Fences::new(Arc::clone(&driver), context, options.record_interval),
             driver,
             ordinal,
             context,
             counters: Counters::default(),
             cancellation: Cancellation::default(),
+            wait_timeout: AtomicU64::new(nanos(options.wait_timeout)),
             options,
             lost: AtomicBool::new(false),
         }
+    }
+
+    /// Longest time that waits which start from now on take. Longer than 584 years is as good.
+    pub fn set_wait_timeout(&self, timeout: Duration) {
+        self.wait_timeout.store(nanos(timeout), Relaxed);
+    }
+
+    /// Longest time that a wait takes.
+    #[must_use]
+    pub fn wait_timeout(&self) -> Duration {
+        Duration::from_nanos(self.wait_timeout.load(Relaxed))
     }
 
     /// Whether calls may be made at all.
@@ -163,7 +183,7 @@ impl Device {
     /// Starts a wait of the CPU.
     #[must_use]
     pub fn wait(&self, kind: WaitKind) -> Wait<'_> {
-        Wait::start(kind, &self.counters, &self.cancellation, self.options.wait_timeout)
+        Wait::start(kind, &self.counters, &self.cancellation, self.wait_timeout())
     }
 
     /// Waits on the CPU until every ticket has passed.
@@ -192,20 +212,45 @@ impl Device {
         self.options.context_waits == ContextWaits::Allowed && !self.fences.is_capture_known()
     }
 
-    /// Waits for the whole context, counted.
+    /// Waits for the whole context, counted; with an older driver inside it, and then unbounded.
     ///
     /// # Errors
-    /// `Unsupported` when the options forbid it or a known stream is being captured, or what the
-    /// driver says.
+    /// As [`Device::context_wait_or`].
     pub fn context_wait(&self) -> Result<()> {
+        self.context_wait_or(WithoutEvent::Synchronize)
+    }
+
+    /// As [`Device::context_wait`], with a choice of what an older driver means.
+    ///
+    /// # Errors
+    /// `Unsupported` when the options forbid it, a known stream is being captured, or an older
+    /// driver means a refusal; `TimedOut`, `Cancelled`, or what the driver says.
+    pub fn context_wait_or(&self, without: WithoutEvent) -> Result<()> {
         if !self.may_wait_for_context() {
             let text = "a use that no fence covers, and waits for the context are off, or a stream \
                         is being captured";
             return Err(Error::new(ErrorCode::Unsupported, text));
         }
-        let _counted = self.wait(WaitKind::Context);
-        self.fences.context_wait().map_err(|error| self.note(error))
+        self.fences.check_context_wait(without)?;
+        let mut wait = self.wait(WaitKind::Context);
+        self.fences.context_wait(&mut wait, without).map_err(|error| self.note(error))
     }
+
+    /// Waits for the context before everything is freed, whatever the options say.
+    ///
+    /// # Errors
+    /// `TimedOut` after the longest wait, and 30 s at least; `Cancelled`; what the driver says.
+    pub fn closing_wait(&self) -> Result<()> {
+        let timeout = self.wait_timeout().max(CLOSING_TIMEOUT_MIN);
+        let kind = WaitKind::Context;
+        let mut wait = Wait::start(kind, &self.counters, &self.cancellation, timeout);
+        let waited = self.fences.context_wait(&mut wait, WithoutEvent::Synchronize);
+        waited.map_err(|error| self.note(error))
+    }
+}
+
+fn nanos(time: Duration) -> u64 {
+    u64::try_from(time.as_nanos()).unwrap_or(u64::MAX)
 }
 
 /// Context and capture mode of the calling thread, put back on drop.

@@ -7,17 +7,19 @@
 //!
 //! Only the caller's own call records, on the stream it gave: handles are never kept. This module
 //! does not know pages; it never waits on the CPU (see `wait.rs` for that) except in
-//! [`Fences::context_wait`].
+//! [`Fences::context_wait`], which `context` does.
 
 use std::collections::VecDeque;
 use std::num::NonZeroU64;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use crate::driver::{Driver, DriverCode, Event};
+use crate::driver::{Context, Driver, DriverCode, Event};
 use crate::error::{Error, ErrorCode, Result};
 use crate::sync::clock::Ticks;
+use crate::sync::context::{ContextFence, WithoutEvent};
 use crate::sync::ticket::Ticket;
+use crate::sync::wait::Wait;
 use crate::sync::{AcqRel, Acquire, AtomicBool, AtomicU32, AtomicU64, Mutex, Relaxed, Release};
 use crate::units::Stream;
 
@@ -80,6 +82,7 @@ pub enum Cover {
 /// The fences of one context.
 pub struct Fences {
     driver: Arc<dyn Driver>,
+    context: ContextFence,
     slots: Box<[Slot]>,
     insert: Mutex<()>,
     started: Instant,
@@ -93,9 +96,10 @@ pub struct Fences {
 impl Fences {
     /// Fences with no stream known yet.
     #[must_use]
-    pub fn new(driver: Arc<dyn Driver>, record_interval: Duration) -> Self {
+    pub fn new(driver: Arc<dyn Driver>, context: Context, record_interval: Duration) -> Self {
         let slots = (0..=SLOT_COUNT).map(|_| Slot::new()).collect();
         Self {
+            context: ContextFence::new(Arc::clone(&driver), context),
             driver,
             slots,
             insert: Mutex::new(()),
@@ -322,13 +326,29 @@ impl Fences {
         Ok(())
     }
 
+    /// Makes what the first wait for the context needs; the context is current.
+    ///
+    /// # Errors
+    /// What the driver says.
+    pub fn prepare_context_wait(&self) -> Result<()> {
+        self.context.prepare()
+    }
+
+    /// Whether the context can be waited for, as far as is known.
+    ///
+    /// # Errors
+    /// As [`ContextFence::check`].
+    pub fn check_context_wait(&self, without: WithoutEvent) -> Result<()> {
+        self.context.check(without)
+    }
+
     /// Waits for the whole current context, after which every use stamped before is passed.
     ///
     /// # Errors
-    /// What the driver says; nothing counts as passed then.
-    pub fn context_wait(&self) -> Result<()> {
+    /// As [`ContextFence::wait`]; nothing counts as passed then.
+    pub fn context_wait(&self, wait: &mut Wait<'_>, without: WithoutEvent) -> Result<()> {
         let cuts: Vec<u64> = self.slots.iter().map(|slot| slot.next.fetch_add(1, AcqRel)).collect();
-        self.driver.ctx_synchronize()?;
+        self.context.wait(wait, without)?;
         for (slot, cut) in self.slots.iter().zip(cuts) {
             slot.passed.fetch_max(cut, AcqRel);
             slot.recorded.fetch_max(cut, AcqRel);
@@ -343,13 +363,16 @@ impl Fences {
 
     /// Destroys all events; the context is current, nothing uses the fences any more.
     pub fn destroy_events(&self) {
+        let mut events = self.context.take_events();
         for slot in &self.slots {
             let mut ring = slot.ring.lock();
-            let pending: Vec<Event> = ring.pending.drain(..).map(|(_, event)| event).collect();
-            for event in pending.into_iter().chain(ring.free.drain(..)) {
-                if let Err(error) = self.driver.event_destroy(event) {
-                    log::warn!("closing a runtime: {error}");
-                }
+            let ring = &mut *ring;
+            events
+                .extend(ring.pending.drain(..).map(|(_, event)| event).chain(ring.free.drain(..)));
+        }
+        for event in events {
+            if let Err(error) = self.driver.event_destroy(event) {
+                log::warn!("closing a runtime: {error}");
             }
         }
     }

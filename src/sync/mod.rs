@@ -2,6 +2,7 @@
 //! fences and waits that are built on them.
 
 pub mod clock;
+pub mod context;
 pub mod device;
 pub mod fence;
 pub mod ticket;

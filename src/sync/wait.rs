@@ -1,14 +1,92 @@
 //! Waiting of the CPU: every wait is counted, timed, bounded and can be cancelled.
 //!
 //! A [`Wait`] is made when a call starts to wait for one kind of thing, and asked again and again.
-//! It holds no lock and knows nothing of what is waited for.
+//! It ends by itself at its time-out, by another thread through its [`Cancellation`], and by the
+//! waiting thread's own [`WaitCheck`]. Whoever asks it holds no lock: the check is the program's
+//! code. It knows nothing of what is waited for.
 
+use std::cell::{Cell, RefCell};
+use std::ops::ControlFlow;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::{Duration, Instant};
 
 use crate::counters::Counters;
 use crate::error::{Error, ErrorCode, Result};
 use crate::outcome::WaitKind;
 use crate::sync::{AtomicU64, Ordering};
+
+/// Asked on a waiting thread whether it should go on waiting: [`ControlFlow::Break`] ends the wait
+/// with `Cancelled`.
+pub type WaitCheck = Box<dyn FnMut() -> ControlFlow<()>>;
+
+/// A thread's check is called at most this often.
+pub const CHECK_INTERVAL: Duration = Duration::from_millis(5);
+
+/// The check of a thread, and when it was called last.
+#[derive(Default)]
+struct ThreadCheck {
+    check: RefCell<Option<WaitCheck>>,
+    called: Cell<Option<Instant>>,
+    /// Raised by each `set_wait_check`: tells a check that replaced itself.
+    changes: Cell<u64>,
+}
+
+thread_local! {
+    static CHECK: ThreadCheck = ThreadCheck::default();
+}
+
+/// Sets, or takes away, the check of the calling thread, and returns the one before. From now on
+/// it is called on this thread while a call of the library waits, about each 5 ms, with no lock of
+/// the library held; when nothing waits it costs nothing. A program that has to look after signals
+/// (an interpreter, say) does it here.
+///
+/// The check may call the library; it is not called again by waits of its own, and may set another
+/// check or none. It should not ask for what its thread was about to get: the call that waits may
+/// hold pages, or an allocation that it is filling, which then come free at the time-out only. A
+/// check that panics is taken away, and the wait ends with `Cancelled`.
+pub fn set_wait_check(check: Option<WaitCheck>) -> Option<WaitCheck> {
+    // A thread whose locals are gone already waits for nothing more.
+    let set = CHECK.try_with(|own| {
+        own.changes.set(own.changes.get() + 1);
+        own.called.set(None);
+        own.check.replace(check)
+    });
+    set.unwrap_or(None)
+}
+
+/// Calls the thread's check if it is time to; whether the wait should go on.
+fn ask_thread() -> ControlFlow<()> {
+    CHECK.try_with(ThreadCheck::ask).unwrap_or(ControlFlow::Continue(()))
+}
+
+impl ThreadCheck {
+    fn ask(&self) -> ControlFlow<()> {
+        // Out of its place while it is called: what it calls itself does not call it.
+        let Some(mut check) = self.take_due() else { return ControlFlow::Continue(()) };
+        let changes = self.changes.get();
+        let answer = catch_unwind(AssertUnwindSafe(&mut check));
+        self.called.set(Some(Instant::now()));
+        match answer {
+            Ok(answer) => {
+                if self.changes.get() == changes {
+                    self.check.replace(Some(check));
+                }
+                answer
+            }
+            Err(_) => {
+                log::error!("a wait's check panicked and is not called again");
+                ControlFlow::Break(())
+            }
+        }
+    }
+
+    fn take_due(&self) -> Option<WaitCheck> {
+        if self.called.get().is_some_and(|called| called.elapsed() < CHECK_INTERVAL) {
+            return None;
+        }
+        self.check.take()
+    }
+}
 
 /// Lets other threads end the waits of a runtime's callers.
 #[derive(Default)]
@@ -47,13 +125,14 @@ impl<'a> Wait<'a> {
         Self { kind, counters, cancellation, epoch, started: Instant::now(), timeout, rounds: 0 }
     }
 
-    /// Lets time pass: yields at first, then sleeps, 20 us to 1 ms.
+    /// Lets time pass: yields at first, then sleeps, 20 to 200 us. The caller holds no lock.
     ///
     /// # Errors
-    /// `TimedOut` past the time-out, `Cancelled` when another thread said so.
+    /// `TimedOut` past the time-out, `Cancelled` when another thread or this thread's own check
+    /// said so.
     pub fn pause(&mut self) -> Result<()> {
         self.check()?;
-        self.rounds += 1;
+        self.rounds = self.rounds.saturating_add(1);
         match self.rounds {
             0..=16 => std::thread::yield_now(),
             17..=64 => std::thread::sleep(Duration::from_micros(20)),
@@ -62,26 +141,23 @@ impl<'a> Wait<'a> {
         Ok(())
     }
 
-    /// The same checks without letting time pass, for a caller that sleeps on a condition
-    /// variable, and how long it may sleep before it asks again.
+    /// The same checks without letting time pass, for a caller that sleeps on a condition variable,
+    /// and how long it may sleep before it asks again. It takes its lock after this call.
     ///
     /// # Errors
     /// As [`Wait::pause`].
     pub fn check(&self) -> Result<Duration> {
-        if self.cancellation.epoch.load(Ordering::Acquire) != self.epoch {
-            return Err(Error::new(
-                ErrorCode::Cancelled,
-                format!("waiting for {} was cancelled", self.kind),
-            ));
+        let cancelled = self.cancellation.epoch.load(Ordering::Acquire) != self.epoch;
+        if cancelled || ask_thread().is_break() {
+            let text = format!("waiting for {} was cancelled", self.kind);
+            return Err(Error::new(ErrorCode::Cancelled, text));
         }
         let waited = self.started.elapsed();
         if waited >= self.timeout {
-            return Err(Error::new(
-                ErrorCode::TimedOut,
-                format!("waited {} ms for {}", waited.as_millis(), self.kind),
-            ));
+            let text = format!("waited {} ms for {}", waited.as_millis(), self.kind);
+            return Err(Error::new(ErrorCode::TimedOut, text));
         }
-        Ok((self.timeout - waited).min(Duration::from_millis(10)))
+        Ok((self.timeout - waited).min(CHECK_INTERVAL))
     }
 }
 

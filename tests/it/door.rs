@@ -36,6 +36,8 @@ pub(crate) fn check_door(driver: Arc<dyn Driver>, device: DeviceOrdinal) {
     check_free_memory_moves(&rig);
     check_never_recorded_events(&rig);
     check_wait_takes_the_record_of_its_moment(&rig);
+    check_events_of_a_context(&rig);
+    check_stream_queries(&rig);
     check_stream_ids(&rig);
     check_destroyed_stream_finishes(&rig);
     check_copies(&rig);
@@ -341,6 +343,87 @@ fn check_wait_takes_the_record_of_its_moment(rig: &Rig) {
     rig.wait(event);
     rig.give_back(pages);
     rig.destroy(&[first, second], &[event, passed]);
+}
+
+/// Whether the driver must have `ctx_record_event`: it came with CUDA 12.5.
+fn has_context_events(rig: &Rig) -> bool {
+    rig.driver.version().expect("a version") >= 12_050
+}
+
+fn check_events_of_a_context(rig: &Rig) {
+    let context = rig.driver.ctx_get_current().expect("the question").expect("a context");
+    let event = rig.event();
+    let record = |event| rig.driver.ctx_record_event(context, event);
+    if !has_context_events(rig) {
+        assert_code(record(event), DriverCode::NOT_SUPPORTED);
+        return rig.destroy(&[], &[event]);
+    }
+    let pages = rig.pages(1);
+    let (long, gone, other) = (rig.stream(), rig.stream(), rig.stream());
+    let events @ [of_long, of_gone, of_default, of_other, after] = [(); 5].map(|()| rig.event());
+    let at = |index| pages.address.offset(index * 8);
+    // Pending: on a stream, on one that is destroyed, on a default stream.
+    let pending = [(long, 150, of_long), (gone, 200, of_gone), (Stream::DEFAULT, 100, of_default)];
+    for (index, (stream, delay_ms, recorded)) in pending.into_iter().enumerate() {
+        rig.write_late(at(index as u64), 8, delay_ms, stream);
+        rig.driver.event_record(recorded, stream).expect("a record");
+    }
+    rig.driver.stream_destroy(gone).expect("a stream's end");
+    record(event).expect("a record of the context");
+    assert!(!rig.is_ready(event), "work of the context is pending");
+    // Nobody else is stopped, and a stream that waits for the event waits for all of it.
+    rig.memset(at(3), 1, 8, other);
+    rig.driver.event_record(of_other, other).expect("a record");
+    rig.driver.stream_wait_event(other, event).expect("a wait");
+    rig.driver.event_record(after, other).expect("a record");
+    rig.wait(of_other);
+    assert!(!rig.is_ready(event), "a record of the context waited, or made others wait");
+    rig.wait(after);
+    for passed in [of_long, of_gone, of_default, event] {
+        assert!(rig.is_ready(passed), "the event passed before work of its context");
+    }
+    check_later_work_is_not_in_the_event(rig, at(0), long, [event, of_long], record);
+    rig.give_back(pages);
+    rig.destroy(&[long, other], &events);
+    rig.destroy(&[], &[event]);
+}
+
+fn check_later_work_is_not_in_the_event(
+    rig: &Rig,
+    target: DeviceAddress,
+    stream: Stream,
+    [event, late]: [Event; 2],
+    record: impl Fn(Event) -> DriverResult<()>,
+) {
+    rig.write_late(target, 8, 20, stream);
+    record(event).expect("a record");
+    rig.write_late(target, 8, 300, stream);
+    rig.driver.event_record(late, stream).expect("a record");
+    rig.wait(event);
+    assert!(!rig.is_ready(late), "the event took in work that came after it");
+    // Recorded again it holds what is pending now.
+    record(event).expect("a record");
+    assert!(!rig.is_ready(event));
+    rig.wait(event);
+    assert!(rig.is_ready(late));
+}
+
+fn check_stream_queries(rig: &Rig) {
+    let (pages, stream, other) = (rig.pages(1), rig.stream(), rig.stream());
+    let done = |stream| rig.driver.stream_query(stream);
+    assert_eq!(done(stream), Ok(()), "nothing was enqueued");
+    rig.write_late(pages.address, 8, 100, stream);
+    assert_code(done(stream), DriverCode::NOT_READY);
+    assert_eq!(done(other), Ok(()), "the other stream's work is none of its");
+    let end = Instant::now() + Duration::from_secs(30);
+    while let Err(error) = done(stream) {
+        assert_eq!(error.code, DriverCode::NOT_READY);
+        assert!(Instant::now() < end, "the stream was not done in 30 s");
+        std::thread::sleep(Duration::from_micros(50));
+    }
+    assert_eq!(rig.read(pages.address, 8, other), bytes_of(1, 8));
+    rig.give_back(pages);
+    rig.destroy(&[stream, other], &[]);
 }
 
 fn check_stream_ids(rig: &Rig) {

@@ -10,14 +10,15 @@ use crate::world::{DEVICE, P, ROOMY, World, budget_options, drawn, fault, option
 
 #[test]
 fn scenario_7_a_failed_wait_unmaps_nothing() {
-    for verb in [Verb::CtxSynchronize, Verb::EventQuery] {
+    for verb in [Verb::CtxRecordEvent, Verb::CtxSynchronize, Verb::EventQuery] {
+        let ctx_event = u8::from(verb != Verb::CtxSynchronize);
         let world = World::with(
-            ROOMY,
+            &format!("{ROOMY},ctx_event={ctx_event}"),
             RuntimeOptions {
                 record_interval: match verb {
+                    Verb::EventQuery => std::time::Duration::ZERO,
                     // No fence is recorded, so that only the context tells.
-                    Verb::CtxSynchronize => std::time::Duration::from_secs(1000),
-                    _ => std::time::Duration::ZERO,
+                    _ => std::time::Duration::from_secs(1000),
                 },
                 ..budget_options(2)
             },
@@ -29,7 +30,10 @@ fn scenario_7_a_failed_wait_unmaps_nothing() {
         drop(guard);
         let unmaps = world.sim.calls(Verb::MemUnmap);
         world.sim.fail_always(verb, DriverCode::INVALID_CONTEXT);
-        world.sim.fail_always(Verb::CtxSynchronize, DriverCode::INVALID_CONTEXT);
+        if verb == Verb::EventQuery {
+            // Nor does the context tell.
+            world.sim.fail_always(Verb::CtxRecordEvent, DriverCode::INVALID_CONTEXT);
+        }
         let failed = old.free_memory(P);
         assert_eq!(world.sim.calls(Verb::MemUnmap), unmaps, "{verb}");
         assert!(!matches!(failed, Ok(freed) if freed.bytes > 0), "{verb}: {failed:?}");

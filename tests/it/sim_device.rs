@@ -11,6 +11,7 @@ use vbar::units::{DeviceAddress, DeviceOrdinal, Stream, TIB};
 use crate::door::{Rig, assert_code, check_door};
 
 mod capture;
+mod context_event;
 mod faults;
 mod order;
 
@@ -52,6 +53,14 @@ fn check_violation(sim: &Sim, parts: &[&str]) {
 #[test]
 fn the_door_is_kept_asynchronously() {
     let sim = sim("capacity=1G");
+    check_door(sim.clone(), DEVICE);
+    check_clean(&sim);
+}
+
+#[test]
+fn the_door_is_kept_by_an_older_driver() {
+    let sim = sim("capacity=1G,ctx_event=0");
+    assert!(sim.version().unwrap() < 12_050);
     check_door(sim.clone(), DEVICE);
     check_clean(&sim);
 }

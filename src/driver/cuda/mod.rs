@@ -250,6 +250,13 @@ impl Driver for Cuda {
         check("cuCtxSynchronize", unsafe { (self.api.cuCtxSynchronize)() })
     }
 
+    fn ctx_record_event(&self, context: Context, event: Event) -> DriverResult<()> {
+        const CALL: &str = "cuCtxRecordEvent";
+        let record = present(CALL, self.api.cuCtxRecordEvent)?;
+        // SAFETY: a context of this driver and a live event; the driver compares the two.
+        check(CALL, unsafe { record(context.0, event.0) })
+    }
+
     fn mem_get_info(&self) -> DriverResult<DeviceMemory> {
         let (mut free, mut total) = (0, 0);
         // SAFETY: both are valid places for the results.
@@ -426,6 +433,13 @@ impl Driver for Cuda {
         let stream = real(CALL, stream)?;
         // SAFETY: a live stream.
         check(CALL, unsafe { (self.api.cuStreamSynchronize)(stream) })
+    }
+
+    fn stream_query(&self, stream: Stream) -> DriverResult<()> {
+        const CALL: &str = "cuStreamQuery";
+        let stream = real(CALL, stream)?;
+        // SAFETY: a live stream.
+        check(CALL, unsafe { (self.api.cuStreamQuery)(stream) })
     }
 
     fn stream_wait_event(&self, stream: Stream, event: Event) -> DriverResult<()> {

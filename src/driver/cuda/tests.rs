@@ -116,6 +116,17 @@ fn what_an_older_driver_lacks_is_not_supported() {
 }
 
 #[test]
+fn an_event_is_recorded_for_a_context() {
+    let cuda = fake(&[]);
+    let context = cuda.device_primary_ctx_retain(DEVICE).unwrap();
+    assert_eq!(cuda.ctx_record_event(context, Event(0x70)), Ok(()));
+    assert_eq!(code(cuda.ctx_record_event(context, Event(0x71))), 400);
+    assert_eq!(code(cuda.ctx_record_event(Context(0x70), Event(0x70))), 201);
+    let older = fake(&["cuCtxRecordEvent=of_a_newer_driver"]);
+    assert_eq!(code(older.ctx_record_event(context, Event(0x70))), 801);
+}
+
+#[test]
 fn the_legacy_stream_beside_a_capture_is_implicit() {
     let cuda = fake(&[]);
     assert_eq!(cuda.stream_is_capturing(Stream::DEFAULT), Ok(CaptureState::Implicit));

@@ -5,8 +5,8 @@
 //! refused, and breaks the capture, by the mode of the capture and of the calling thread; waiting
 //! for an event of the capture brings a stream into it; every stream must come back before the end.
 //! Stricter than CUDA: every `mem_*` verb that changes something, `module_load`, and every
-//! `event_query` and `stream_synchronize` count as potentially unsafe. Simpler: a graph runs its
-//! operations one after the other, in the order of their recording.
+//! `event_query`, `stream_query` and `stream_synchronize` count as potentially unsafe. Simpler: a
+//! graph runs its operations one after the other, in the order of their recording.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};

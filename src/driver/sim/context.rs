@@ -156,7 +156,7 @@ impl Core {
         self.thread(|state| state.context)
     }
 
-    fn context_of(&self, handle: usize) -> Option<Arc<ContextState>> {
+    pub(super) fn context_of(&self, handle: usize) -> Option<Arc<ContextState>> {
         let offset = handle.checked_sub(CONTEXT_BASE)?;
         let primary = self.primaries.get(offset / CONTEXT_STEP)?;
         if !offset.is_multiple_of(CONTEXT_STEP) {

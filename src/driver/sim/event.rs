@@ -1,7 +1,8 @@
 //! Events: what a record is, and what waiting for and asking about it mean.
 //!
-//! An event holds its latest record, a place in one stream's order with the clock of that moment.
-//! Never recorded, it makes nothing wait. A record made under capture is no place in a stream.
+//! An event holds its latest record, a place in one stream's order with the clock of that moment,
+//! or of a whole context a place in each of its streams. Never recorded, it makes nothing wait. A
+//! record made under capture is no place in a stream.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -13,7 +14,7 @@ use super::capture::Capture;
 use super::order::Clock;
 use super::stream::{Point, StreamState, Work};
 use super::verb::Verb;
-use crate::driver::{DriverCode, DriverResult, Event};
+use crate::driver::{Context, DriverCode, DriverResult, Event};
 use crate::units::Stream;
 
 /// An event.
@@ -38,7 +39,8 @@ enum Recorded {
 }
 
 struct Record {
-    point: Point,
+    /// Passed when all of them are: one for a stream, one a stream for a context.
+    points: Vec<Point>,
     clock: Clock,
     /// Whether the host's clock has it.
     seen: AtomicBool,
@@ -81,8 +83,32 @@ impl Core {
         // Under the event's lock, so that two records of one event leave the later one in it.
         let mut record = event.record.lock();
         let (number, clock) = self.enqueue(&stream, Work::Mark, None);
-        let (point, seen) = (Point { stream, number }, AtomicBool::new(false));
-        *record = Recorded::Live(Arc::new(Record { point, clock, seen }));
+        let (points, seen) = (vec![Point { stream, number }], AtomicBool::new(false));
+        *record = Recorded::Live(Arc::new(Record { points, clock, seen }));
+        drop(record);
+        self.drive();
+        Ok(())
+    }
+
+    /// Records what is on all streams of a context. Nothing is enqueued, so no work waits for it.
+    pub(super) fn ctx_record_event(&self, context: Context, event: Event) -> DriverResult<()> {
+        let verb = Verb::CtxRecordEvent;
+        if !self.options.ctx_event {
+            return Err(verb.error(DriverCode::NOT_SUPPORTED));
+        }
+        let context = self.context_of(context.0);
+        let context = context.ok_or_else(|| verb.error(DriverCode::INVALID_CONTEXT))?;
+        let event = self.event(event, verb)?;
+        self.alive(context.device, verb)?;
+        if event.context != context.handle {
+            return Err(verb.error(DriverCode::INVALID_HANDLE));
+        }
+        self.conflicting_call(verb, context.handle)?;
+        let _launch = self.launches.read();
+        let mut record = event.record.lock();
+        let (points, clock) = self.tails_of(context.handle);
+        let seen = AtomicBool::new(false);
+        *record = Recorded::Live(Arc::new(Record { points, clock, seen }));
         drop(record);
         self.drive();
         Ok(())
@@ -120,7 +146,7 @@ impl Core {
             return;
         }
         let _launch = self.launches.read();
-        self.enqueue(stream, Work::Mark, Some((record.point.clone(), &record.clock)));
+        self.enqueue(stream, Work::Mark, Some((&record.points, &record.clock)));
         self.drive();
     }
 
@@ -135,7 +161,7 @@ impl Core {
                     capture.invalidate();
                     Err(verb.error(DriverCode::CAPTURED_EVENT))
                 }
-                Recorded::Live(record) if record.point.passed() => {
+                Recorded::Live(record) if record.points.iter().all(Point::passed) => {
                     if !record.seen.load(Ordering::Acquire) {
                         self.host_has_seen(&record.clock);
                         record.seen.store(true, Ordering::Release);

@@ -48,6 +48,8 @@ pub struct SimOptions {
     pub poison: bool,
     /// Whether virtual memory management works. Yes.
     pub vmm: bool,
+    /// Whether an event can be recorded for a whole context, as it can since CUDA 12.5. Yes.
+    pub ctx_event: bool,
     /// Whether host peeks must be ordered after the device's writes, and the sources of copies
     /// from page-locked memory are compared with what they were when the copy was enqueued. No.
     pub checked: bool,
@@ -73,6 +75,7 @@ impl Default for SimOptions {
             jitter: 0,
             poison: false,
             vmm: true,
+            ctx_event: true,
             checked: false,
             on_violation: OnViolation::Lose,
             fail_rate: 0.0,
@@ -82,8 +85,8 @@ impl Default for SimOptions {
 }
 
 const KEYS: &str = "capacity, devices, granularity, seed, latency, bandwidth (or slow_copy), \
-                    address_space, mappings, jitter, poison, vmm, checked, on_violation, \
-                    fail_rate, fail";
+                    address_space, mappings, jitter, poison, vmm, ctx_event, checked, \
+                    on_violation, fail_rate, fail";
 
 impl SimOptions {
     /// Parses `key=value` pairs with commas between; the empty text gives the defaults.
@@ -121,6 +124,7 @@ impl SimOptions {
             "jitter" => self.jitter = size()?,
             "poison" => self.poison = number()? != 0,
             "vmm" => self.vmm = number()? != 0,
+            "ctx_event" => self.ctx_event = number()? != 0,
             "checked" => self.checked = number()? != 0,
             "on_violation" => {
                 self.on_violation = match value {
@@ -225,8 +229,13 @@ impl fmt::Display for SimOptions {
         if self.jitter != 0 {
             write!(f, ",jitter={}", exact(self.jitter))?;
         }
-        let flags = [("poison", self.poison, false), ("vmm", self.vmm, true)];
-        for (key, value, default) in flags.into_iter().chain([("checked", self.checked, false)]) {
+        let flags = [
+            ("poison", self.poison, false),
+            ("vmm", self.vmm, true),
+            ("ctx_event", self.ctx_event, true),
+            ("checked", self.checked, false),
+        ];
+        for (key, value, default) in flags {
             if value != default {
                 write!(f, ",{key}={}", u8::from(value))?;
             }
@@ -251,7 +260,7 @@ mod tests {
     #[test]
     fn the_canonical_form_is_parsed_back() {
         let text = "capacity=64M,devices=2,granularity=64K,seed=7,latency=50us,bandwidth=1G,\
-                    address_space=1T,mappings=9,jitter=1M,poison=1,vmm=0,checked=1,\
+                    address_space=1T,mappings=9,jitter=1M,poison=1,vmm=0,ctx_event=0,checked=1,\
                     on_violation=record,fail_rate=0.25,fail=mem_set_access:3:600";
         let options = SimOptions::parse(text).unwrap();
         assert_eq!(options.to_string(), text);

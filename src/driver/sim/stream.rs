@@ -273,7 +273,7 @@ impl Core {
         self: &Arc<Self>,
         stream: &Arc<StreamState>,
         work: Work,
-        wait: Option<(Point, &Clock)>,
+        wait: Option<(&[Point], &Clock)>,
     ) -> (u64, Clock) {
         let mut after = Vec::new();
         let mut joined = Clock::default();
@@ -282,9 +282,9 @@ impl Core {
             joined.merge(&queue.clock);
             after.push(Point { stream: neighbour.clone(), number: queue.enqueued });
         }
-        if let Some((point, clock)) = wait {
+        if let Some((points, clock)) = wait {
             joined.merge(clock);
-            after.push(point);
+            after.extend_from_slice(points);
         }
         after.retain(|point| !point.passed());
 
@@ -357,10 +357,38 @@ impl Core {
         self.host_has_seen(&clock);
     }
 
+    /// Whether all work that is on the stream now has finished; then the host knows it.
+    pub(super) fn is_done(&self, stream: &StreamState) -> bool {
+        let (number, clock) = {
+            let queue = stream.queue.lock();
+            (queue.enqueued, queue.clock.clone())
+        };
+        let done = stream.completed() >= number;
+        if done {
+            self.host_has_seen(&clock);
+        }
+        done
+    }
+
     fn streams_of(&self, context: Option<usize>) -> Vec<Arc<StreamState>> {
         let all = self.all_streams.lock();
         let wanted = |stream: &&Arc<StreamState>| context.is_none_or(|at| at == stream.context);
         all.iter().filter(wanted).cloned().collect()
+    }
+
+    /// The latest operation of every stream of a context that has any pending, and the clock after
+    /// all that the streams have been given so far.
+    pub(super) fn tails_of(&self, context: usize) -> (Vec<Point>, Clock) {
+        let (mut points, mut clock) = (Vec::new(), Clock::default());
+        for stream in self.streams_of(Some(context)) {
+            let queue = stream.queue.lock();
+            clock.merge(&queue.clock);
+            let number = queue.enqueued;
+            drop(queue);
+            points.push(Point { stream, number });
+        }
+        points.retain(|point| !point.passed());
+        (points, clock)
     }
 
     pub(super) fn synchronize_context(&self, context: usize) {

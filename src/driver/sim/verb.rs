@@ -45,6 +45,7 @@ verbs! {
     CtxGetCurrent, "ctx_get_current", "cuCtxGetCurrent";
     CtxSetCurrent, "ctx_set_current", "cuCtxSetCurrent";
     CtxSynchronize, "ctx_synchronize", "cuCtxSynchronize";
+    CtxRecordEvent, "ctx_record_event", "cuCtxRecordEvent";
     MemGetInfo, "mem_get_info", "cuMemGetInfo";
     MemGetAllocationGranularity, "mem_get_allocation_granularity", "cuMemGetAllocationGranularity";
     MemAddressReserve, "mem_address_reserve", "cuMemAddressReserve";
@@ -62,6 +63,7 @@ verbs! {
     StreamCreate, "stream_create", "cuStreamCreate";
     StreamDestroy, "stream_destroy", "cuStreamDestroy";
     StreamSynchronize, "stream_synchronize", "cuStreamSynchronize";
+    StreamQuery, "stream_query", "cuStreamQuery";
     StreamWaitEvent, "stream_wait_event", "cuStreamWaitEvent";
     StreamGetId, "stream_get_id", "cuStreamGetId";
     StreamIsCapturing, "stream_is_capturing", "cuStreamIsCapturing";
@@ -98,10 +100,11 @@ impl Verb {
             | Self::MemcpyDtohAsync
             | Self::MemsetD8Async
             | Self::LaunchKernel
+            | Self::CtxRecordEvent
             | Self::EventCreate
             | Self::EventRecord
             | Self::StreamWaitEvent => &[DriverCode::OUT_OF_MEMORY],
-            Self::EventQuery => &[DriverCode::NOT_READY],
+            Self::EventQuery | Self::StreamQuery => &[DriverCode::NOT_READY],
             _ => &[],
         }
     }

@@ -175,13 +175,17 @@ impl Pager {
     /// Frees everything; no VBAR is open any more. Waits for the context once. With a lost device
     /// or an ending process nothing is freed. Nobody will come again, so what fails in passing is
     /// tried again.
-    pub fn close(&self) {
+    ///
+    /// # Errors
+    /// `TimedOut` and `Cancelled` when that wait ended before the work did: nothing is freed then,
+    /// and whatever would wait for the work has to stay too. What the driver says.
+    pub fn close(&self) -> Result<()> {
         if self.device.check().is_err() {
-            return;
+            return Ok(());
         }
         let end = || -> Result<()> {
             let _scope = self.persist(|| self.device.enter())?;
-            self.persist(|| self.device.fences.context_wait())?;
+            self.persist(|| self.device.closing_wait())?;
             self.persist(|| self.reap_now())?;
             self.unmap_leftovers();
             let handles = self.state.lock().frames.drain();
@@ -192,9 +196,12 @@ impl Pager {
             self.device.fences.destroy_events();
             Ok(())
         };
-        if let Err(error) = end() {
-            log::error!("closing device {}: {error}", self.device.ordinal);
+        let ended = end();
+        if ended.as_ref().is_err_and(is_work_pending) {
+            // Page-locked memory is freed by waiting for the device.
+            std::mem::forget(self.filler.lock().take());
         }
+        ended
     }
 
     /// VBARs whose pins were never given back: nobody is left to use them.
@@ -235,4 +242,10 @@ impl Pager {
             log::error!("closing device {}: {}", self.device.ordinal, Error::from(error));
         }
     }
+}
+
+/// Whether closing ended although work of the context was pending.
+#[must_use]
+pub fn is_work_pending(error: &Error) -> bool {
+    matches!(error.code(), ErrorCode::TimedOut | ErrorCode::Cancelled)
 }

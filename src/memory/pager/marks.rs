@@ -13,6 +13,7 @@ use crate::memory::page_table::{PageState, draw};
 use crate::memory::policy::{Healing, Rank};
 use crate::memory::space::{self, Space};
 use crate::memory::vbar::Bar;
+use crate::sync::context::WithoutEvent;
 use crate::sync::ticket::Ticket;
 use crate::units::{Generation, PageIndex, Stream};
 
@@ -265,9 +266,10 @@ impl Pager {
     /// covers, as far as pins and fences allow.
     ///
     /// # Errors
-    /// `DeviceLost`, `ProcessEnding`, or what the driver says; the budget is set all the same.
+    /// `DeviceLost`, `ProcessEnding`, `TimedOut` or `Cancelled` of a wait for the context, or what
+    /// the driver says; the budget is set all the same.
     pub fn set_budget(&self, bytes: Option<u64>) -> Result<()> {
-        self.change_budget(|state| state.budget.set_limit(bytes))
+        self.change_budget(|state| state.budget.set_limit(bytes), WithoutEvent::Synchronize)
     }
 
     /// Sets the headroom, in bytes; as [`Pager::set_budget`].
@@ -275,7 +277,7 @@ impl Pager {
     /// # Errors
     /// As [`Pager::set_budget`].
     pub fn set_headroom(&self, bytes: u64) -> Result<()> {
-        self.change_budget(|state| state.budget.set_headroom(bytes))
+        self.change_budget(|state| state.budget.set_headroom(bytes), WithoutEvent::Synchronize)
     }
 
     /// Explicit budget and headroom as they were set, in bytes.
@@ -285,7 +287,7 @@ impl Pager {
         self.look().map_or((None, 0), |state| settings(&state))
     }
 
-    fn change_budget(&self, change: impl FnOnce(&mut State)) -> Result<()> {
+    fn change_budget(&self, change: impl FnOnce(&mut State), without: WithoutEvent) -> Result<()> {
         {
             let mut state = self.state.lock();
             change(&mut state);
@@ -295,7 +297,7 @@ impl Pager {
         let _scope = self.device.enter()?;
         self.poll_budget(Poll::Now)?;
         self.reap()?;
-        self.shrink_now()
+        self.shrink_now(without)
     }
 
     /// Notices pressure now: asks the driver for its free memory and gives back what the budget no
@@ -304,7 +306,15 @@ impl Pager {
     /// # Errors
     /// As [`Pager::set_budget`].
     pub fn refresh(&self) -> Result<()> {
-        self.change_budget(|_| ())
+        self.change_budget(|_| (), WithoutEvent::Synchronize)
+    }
+
+    /// As [`Pager::refresh`], on a thread of the library's own: it never waits inside the driver.
+    ///
+    /// # Errors
+    /// As [`Pager::set_budget`].
+    pub fn relieve(&self) -> Result<()> {
+        self.change_budget(|_| (), WithoutEvent::Refuse)
     }
 
     /// Ends a run of a VBAR: records a fence on the stream, lifts the floor, lets the watermark

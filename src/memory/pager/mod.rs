@@ -36,6 +36,7 @@ use crate::sync::ticket::Ticket;
 use crate::sync::{Condvar, Mutex};
 use crate::units::{Generation, PageIndex, Stream};
 
+pub use close::is_work_pending;
 pub use hold::{Generations, Hit, Hold};
 pub use marks::{BarMarks, HeldPins, MemoryNumbers, Residency};
 pub use reclaim::Reclaim;

@@ -11,7 +11,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::Request;
-use super::state::State;
+use super::state::{Lingering, State};
 use crate::error::{Error, ErrorCode, Result};
 use crate::memory::budget::BudgetSource;
 use crate::memory::frames::FrameIndex;
@@ -152,9 +152,10 @@ pub(super) fn plan(
             _ => Reason::TooLarge,
         }));
     }
-    let (protected, wanted) = match protect_resident(items)? {
+    let (protected, wanted) = match protect_resident(state, device, items)? {
         Walk::Pages(protected, wanted) => (protected, wanted),
         Walk::Wait(kind) => return Ok(Planned::Wait(kind)),
+        Walk::ContextWait => return Ok(Planned::ContextWait),
         Walk::Refuse(reason) => return Ok(Planned::Refuse(reason)),
     };
     if wanted.is_empty() {
@@ -193,11 +194,12 @@ type PageOf<'a> = (&'a Arc<Bar>, PageIndex);
 enum Walk<'a> {
     Pages(Vec<Protected>, Vec<PageOf<'a>>),
     Wait(WaitKind),
+    ContextWait,
     Refuse(Reason),
 }
 
 /// Protects what is resident and lists what is absent, each page once.
-fn protect_resident<'a>(items: &[Request<'a>]) -> Result<Walk<'a>> {
+fn protect_resident<'a>(state: &State, device: &Device, items: &[Request<'a>]) -> Result<Walk<'a>> {
     let mut protected = Vec::new();
     let mut wanted: Vec<PageOf<'a>> = Vec::new();
     // Pages repeat only when ranges of one request share a page.
@@ -223,12 +225,23 @@ fn protect_resident<'a>(items: &[Request<'a>]) -> Result<Walk<'a>> {
                     }
                 }
                 PageState::Quarantined => return Ok(Walk::Refuse(Reason::Quarantined)),
-                PageState::Evicting => return Ok(Walk::Wait(WaitKind::OldMapping)),
+                PageState::Evicting if will_pass(state, device, item.bar, index) => {
+                    return Ok(Walk::Wait(WaitKind::OldMapping));
+                }
+                PageState::Evicting => return Ok(Walk::ContextWait),
                 _ => return Ok(Walk::Wait(WaitKind::Claim)),
             }
         }
     }
     Ok(Walk::Pages(protected, wanted))
+}
+
+/// Whether the users of an evicting page are known to pass by themselves. A copy that could not be
+/// covered is not: only a wait for the context tells that it is done.
+fn will_pass(state: &State, device: &Device, bar: &Bar, page: PageIndex) -> bool {
+    let same = |entry: &&Lingering| entry.bar.id == bar.id && entry.page == page;
+    let users = state.lingering.iter().find(same).map_or(&[][..], |entry| &entry.users);
+    users.iter().all(|user| !matches!(device.fences.cover(*user), Ok(Cover::Unknown)))
 }
 
 fn below_watermark(

@@ -14,6 +14,7 @@ use crate::memory::frames::FrameIndex;
 use crate::memory::page_table::PageState;
 use crate::memory::vbar::Bar;
 use crate::outcome::WaitKind;
+use crate::sync::context::WithoutEvent;
 use crate::sync::fence::Cover;
 use crate::sync::ticket::Ticket;
 
@@ -163,11 +164,16 @@ impl Pager {
 
     /// As [`Pager::shrink`]; what no fence covers is found out by a wait for the context, once and
     /// if that is allowed.
-    pub(super) fn shrink_now(&self) -> Result<()> {
+    pub(super) fn shrink_now(&self, without: WithoutEvent) -> Result<()> {
         if self.shrink()? == Excess::Unknown && self.device.may_wait_for_context() {
-            {
+            let waited = {
                 let _scope = self.device.enter()?;
-                self.device.context_wait()?;
+                self.device.context_wait_or(without)
+            };
+            match waited {
+                // Not by this driver, or not now: whoever needs the frames asks again.
+                Err(error) if error.code() == ErrorCode::Unsupported => return Ok(()),
+                waited => waited?,
             }
             self.reap_now()?;
             self.shrink()?;
@@ -296,7 +302,13 @@ impl Pager {
                     return Err(self.device.note(error));
                 }
                 if blocked.unknown > 0 && !context_waited && self.device.may_wait_for_context() {
-                    self.device.context_wait()?;
+                    match self.device.context_wait() {
+                        // What was released so far is released.
+                        Err(error) if error.code() == ErrorCode::TimedOut => {
+                            break Some(Shortfall::TimedOut);
+                        }
+                        waited => waited?,
+                    }
                     context_waited = true;
                     continue;
                 }
@@ -372,14 +384,18 @@ impl Pager {
     /// frame whose users have passed is left. Returns the bytes released.
     ///
     /// # Errors
-    /// `DeviceLost`, `ProcessEnding`, or what the driver says.
+    /// `DeviceLost`, `ProcessEnding`, `Cancelled`, or what the driver says.
     pub fn trim(&self, keep_bytes: u64) -> Result<u64> {
         self.device.check()?;
         let _scope = self.device.enter()?;
         self.reap_now()?;
         if self.state.lock().closing > 0 && self.device.may_wait_for_context() {
             // Closed VBARs whose last uses no fence covers hold frames that nobody wants.
-            self.device.context_wait()?;
+            match self.device.context_wait() {
+                // Then they hold them a while longer; there may be free frames all the same.
+                Err(error) if error.code() == ErrorCode::TimedOut => log::debug!("trim: {error}"),
+                waited => waited?,
+            }
             self.reap_now()?;
         }
         let page_bytes = self.page_bytes();

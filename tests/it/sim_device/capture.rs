@@ -47,7 +47,7 @@ fn captured_work_runs_when_the_graph_is_launched() {
 #[test]
 fn unsafe_calls_break_a_global_capture_unless_the_thread_is_relaxed() {
     let (sim, rig) = open(SMALL);
-    let (stream, event) = (rig.stream(), rig.event());
+    let (stream, idle, event) = (rig.stream(), rig.stream(), rig.event());
     let unsafe_call = |call: &dyn Fn() -> Option<DriverCode>, relaxed: bool| {
         sim.begin_capture(stream, CaptureMode::Global).unwrap();
         let mode = if relaxed { CaptureMode::Relaxed } else { CaptureMode::Global };
@@ -60,12 +60,14 @@ fn unsafe_calls_break_a_global_capture_unless_the_thread_is_relaxed() {
     let refused =
         (Some(DriverCode::STREAM_CAPTURE_UNSUPPORTED), Err(DriverCode::STREAM_CAPTURE_INVALIDATED));
     let query = || sim.event_query(event).err().map(|error| error.code);
+    let done = || sim.stream_query(idle).err().map(|error| error.code);
     let create = || sim.mem_create(super::DEVICE, rig.page).err().map(|error| error.code);
     let synchronize = || sim.ctx_synchronize().err().map(|error| error.code);
-    for call in [&query as &dyn Fn() -> Option<DriverCode>, &create, &synchronize] {
+    for call in [&query as &dyn Fn() -> Option<DriverCode>, &done, &create, &synchronize] {
         assert_eq!(unsafe_call(call, false), refused);
     }
     assert_eq!(unsafe_call(&query, true), (None, Ok(())));
+    assert_eq!(unsafe_call(&done, true), (None, Ok(())));
     assert_eq!(unsafe_call(&create, true), (None, Ok(())));
     // Waiting for a context that captures conflicts in every mode.
     assert_eq!(unsafe_call(&synchronize, true), refused);

@@ -49,6 +49,11 @@ impl Stage {
             Verb::CtxGetCurrent => sim.ctx_get_current().map(drop),
             Verb::CtxSetCurrent => sim.ctx_set_current(None),
             Verb::CtxSynchronize => sim.ctx_synchronize(),
+            Verb::CtxRecordEvent => {
+                let context = sim.device_primary_ctx_retain(DEVICE).unwrap();
+                sim.device_primary_ctx_release(DEVICE).unwrap();
+                sim.ctx_record_event(context, self.event)
+            }
             Verb::MemGetInfo => sim.mem_get_info().map(drop),
             Verb::MemGetAllocationGranularity => {
                 sim.mem_get_allocation_granularity(DEVICE).map(drop)
@@ -78,6 +83,7 @@ impl Stage {
             Verb::StreamCreate => sim.stream_create().map(drop),
             Verb::StreamDestroy => sim.stream_destroy(self.stream),
             Verb::StreamSynchronize => sim.stream_synchronize(self.stream),
+            Verb::StreamQuery => sim.stream_query(self.stream),
             Verb::StreamWaitEvent => sim.stream_wait_event(self.stream, self.event),
             Verb::StreamGetId => sim.stream_get_id(self.stream).map(drop),
             Verb::StreamIsCapturing => sim.stream_is_capturing(self.stream).map(drop),
