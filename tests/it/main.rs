@@ -11,6 +11,7 @@ mod door;
 mod files;
 mod forked;
 mod limits;
+mod poison;
 mod refill;
 mod reviewed;
 mod reviewed_life;

@@ -97,7 +97,8 @@ impl Pager {
         for id in ids {
             self.evict_closing(id);
             let Some((bar, left)) = self.start_leaving(id) else { continue };
-            if left == Left::Quarantined {
+            let kept = self.lift_all_poison(&bar);
+            if left == Left::Quarantined || kept.is_some() {
                 log::error!("addresses of VBAR {id} are lost: it has pages in quarantine");
             } else if let Err(error) = space::free(&*self.device.driver, bar.space) {
                 log::error!("addresses of VBAR {id} are lost: {}", self.device.note(error));
@@ -184,6 +185,7 @@ impl Pager {
             self.persist(|| self.device.fences.context_wait())?;
             self.persist(|| self.reap_now())?;
             self.unmap_leftovers();
+            self.give_up_poison();
             let handles = self.state.lock().frames.drain();
             for handle in handles {
                 self.log_failure(self.retry(|| self.device.driver.mem_release(handle)));
@@ -208,6 +210,7 @@ impl Pager {
                     self.log_failure(self.retry(|| driver.mem_unmap(address, self.page_bytes())));
                 }
             }
+            self.lift_all_poison(&bar);
             let freed = self.persist(|| space::free(&**driver, bar.space));
             if let Err(error) = freed {
                 log::error!("closing: addresses of VBAR {}: {error}", bar.id);

@@ -58,6 +58,10 @@ pub struct MemoryNumbers {
     pub free_bytes: u64,
     /// Bytes of frames in quarantine, counted in `used_bytes`.
     pub quarantined_bytes: u64,
+    /// Bytes of the poison frame, counted in `used_bytes`: 0, or a page.
+    pub poison_bytes: u64,
+    /// Evicted pages that it is behind.
+    pub poisoned_pages: u64,
     /// What may be held, and what determines it.
     pub budget_bytes: u64,
     /// See `budget_bytes`.
@@ -135,7 +139,9 @@ impl Pager {
     /// Tells the fences whether VBARs exceed the budget: then every unpin records at once, so that
     /// what must be evicted has a fence.
     pub(super) fn update_eager(&self, state: &State) {
-        self.device.fences.set_eager(state.extents > state.budget.allowed().0);
+        let page_size = self.device.options.page_size;
+        let allowed = state.allowed_pages(page_size).saturating_mul(page_size.bytes());
+        self.device.fences.set_eager(state.extents > allowed);
     }
 
     /// Binds a VBAR that was never used: what pages hold already is not the file's.
@@ -294,7 +300,7 @@ impl Pager {
         self.device.check()?;
         let _scope = self.device.enter()?;
         self.poll_budget(Poll::Now)?;
-        self.reap()?;
+        self.reap_now()?;
         self.shrink_now()
     }
 
@@ -391,6 +397,8 @@ impl Pager {
             peak_bytes: bytes(state.frames.peak()),
             free_bytes: bytes(state.frames.free_count()),
             quarantined_bytes: bytes(state.frames.quarantined()),
+            poison_bytes: bytes(u32::from(state.poison_frame().is_some())),
+            poisoned_pages: u64::from(state.poisoned_pages()),
             budget_bytes,
             budget_source,
             resident_pages: state.bars.values().map(|entry| entry.resident.len() as u64).sum(),

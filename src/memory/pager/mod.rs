@@ -11,6 +11,7 @@ mod close;
 mod marks;
 mod patience;
 mod plan;
+mod poison;
 mod reclaim;
 mod release;
 mod state;
@@ -128,7 +129,7 @@ impl Pager {
         let headroom = options.headroom_bytes.unwrap_or(HEADROOM_DEFAULT);
         let budget = Budget::new(options.budget_bytes, headroom, page_bytes, jitter);
         Self {
-            state: Mutex::new(State::new(budget)),
+            state: Mutex::new(State::new(budget, options.poison)),
             changed: Condvar::new(),
             filler: Mutex::new(None),
             reclaim: Mutex::new(None),
@@ -425,6 +426,7 @@ impl Pager {
                 self.reap_now()?;
                 self.shrink()?;
             }
+            self.prepare_poison();
             let planned = {
                 let mut state = self.state.lock();
                 for request in requests {

@@ -11,7 +11,6 @@ use super::state::{Destination, Lingering, LingeringFrame, State};
 use crate::counters;
 use crate::error::{ErrorCode, Result};
 use crate::memory::frames::FrameIndex;
-use crate::memory::page_table::PageState;
 use crate::memory::vbar::Bar;
 use crate::outcome::WaitKind;
 use crate::sync::fence::Cover;
@@ -109,7 +108,7 @@ impl Pager {
             }
             return false;
         }
-        victim.entry().settle(PageState::Absent);
+        self.settle_unmapped(&victim.bar, victim.page);
         let mut state = self.state.lock();
         let Some((frame, destination)) = frame else {
             let handle = state.frames.drop_old_mapping(victim.frame);
@@ -129,6 +128,10 @@ impl Pager {
     /// Brings the frames held back to the budget, as far as pins and fences allow, waiting for
     /// neither: free frames first, then pages in order of rank. Says what is in the way of more.
     pub(super) fn shrink(&self) -> Result<Excess> {
+        if self.is_poison_too_much() {
+            let _scope = self.device.enter()?;
+            self.give_up_poison();
+        }
         if self.state.lock().excess(self.page_bytes()) == 0 {
             return Ok(Excess::None);
         }
@@ -151,10 +154,12 @@ impl Pager {
             self.release_handle(handle);
         }
         self.part_or_linger(pages, Destination::Driver);
+        // What only helps to find faults gives way when the rest cannot.
+        let given_up = if missing > 0 { self.give_up_poison() } else { 0 };
         self.changed.notify_all();
         // A released frame's memory lives on behind an old mapping that nobody needs any more.
         self.reap()?;
-        Ok(match missing {
+        Ok(match missing.saturating_sub(given_up) {
             0 => Excess::None,
             _ if blocked.unknown > 0 => Excess::Unknown,
             _ => Excess::InUse,
@@ -247,7 +252,7 @@ impl Pager {
         let trimmed = {
             let count = self.wanted_pages(bytes);
             let held = u64::from(self.state.lock().frames.held()) * self.page_bytes();
-            self.trim(held.saturating_sub(u64::from(count) * self.page_bytes()))?
+            self.trim_free(held.saturating_sub(u64::from(count) * self.page_bytes()))?
         };
         if trimmed >= bytes {
             return Ok(Freed { bytes: trimmed, shortfall: None });
@@ -369,11 +374,23 @@ impl Pager {
     }
 
     /// Releases free frames to the driver until at most `keep_bytes` of frames are held or no free
-    /// frame whose users have passed is left. Returns the bytes released.
+    /// frame whose users have passed is left; last the poison, if there is no page that it is or
+    /// could be behind. Returns the bytes released.
     ///
     /// # Errors
     /// `DeviceLost`, `ProcessEnding`, or what the driver says.
     pub fn trim(&self, keep_bytes: u64) -> Result<u64> {
+        let trimmed = self.trim_free(keep_bytes)?;
+        let _scope = self.device.enter()?;
+        let poison = self.trim_poison(self.kept_pages(keep_bytes));
+        Ok(trimmed + u64::from(poison) * self.page_bytes())
+    }
+
+    fn kept_pages(&self, bytes: u64) -> u32 {
+        bytes.div_ceil(self.page_bytes()).min(u64::from(u32::MAX)) as u32
+    }
+
+    fn trim_free(&self, keep_bytes: u64) -> Result<u64> {
         self.device.check()?;
         let _scope = self.device.enter()?;
         self.reap_now()?;
@@ -382,15 +399,14 @@ impl Pager {
             self.device.context_wait()?;
             self.reap_now()?;
         }
-        let page_bytes = self.page_bytes();
         let handles = {
             let mut state = self.state.lock();
-            let keep = keep_bytes.div_ceil(page_bytes).min(u64::from(u32::MAX)) as u32;
+            let keep = self.kept_pages(keep_bytes);
             let count = state.frames.held().saturating_sub(keep);
             take_passed_free(&mut state, self, count)
         };
         let released = handles.into_iter().filter(|handle| self.release_handle(*handle));
-        Ok(released.count() as u64 * page_bytes)
+        Ok(released.count() as u64 * self.page_bytes())
     }
 
     /// Frames by the table, and mappings by the words: for tests.
