@@ -6,7 +6,7 @@
 
 use std::fmt;
 
-use crate::driver::code::DriverError;
+use crate::driver::code::{DriverCode, DriverError};
 
 /// What went wrong, to branch on. The numbers are those of the C ABI's `VbarStatus`.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
@@ -63,6 +63,8 @@ pub enum ErrorCode {
 #[derive(Clone, PartialEq, Eq)]
 pub struct Error {
     code: ErrorCode,
+    /// `SUCCESS` when no driver call failed: an `Option` would make every result larger.
+    driver: DriverCode,
     text: Box<str>,
 }
 
@@ -73,7 +75,7 @@ impl Error {
     /// An error with its sentence.
     #[must_use]
     pub fn new(code: ErrorCode, text: impl Into<String>) -> Self {
-        Self { code, text: text.into().into_boxed_str() }
+        Self { code, driver: DriverCode::SUCCESS, text: text.into().into_boxed_str() }
     }
 
     /// The code to branch on.
@@ -82,10 +84,33 @@ impl Error {
         self.code
     }
 
+    /// What the driver returned, if it is a driver call that failed. The text has its name.
+    #[must_use]
+    pub fn driver_code(&self) -> Option<DriverCode> {
+        (self.driver != DriverCode::SUCCESS).then_some(self.driver)
+    }
+
+    /// Whether the driver call that failed may succeed a moment later.
+    #[must_use]
+    pub fn is_transient(&self) -> bool {
+        self.driver.is_transient()
+    }
+
     /// The same error with what the caller was doing put before the sentence.
     #[must_use]
     pub fn context(self, doing: impl fmt::Display) -> Self {
-        Self::new(self.code, format!("{doing}: {}", self.text))
+        self.with_text(|text| format!("{doing}: {text}"))
+    }
+
+    /// The same error with more put behind the sentence.
+    #[must_use]
+    pub fn appended(self, more: impl fmt::Display) -> Self {
+        self.with_text(|text| format!("{text}; {more}"))
+    }
+
+    fn with_text(self, change: impl FnOnce(&str) -> String) -> Self {
+        let text = change(&self.text).into_boxed_str();
+        Self { text, ..self }
     }
 
     /// An error of a system call on `what`, usually a file's path.
@@ -104,7 +129,7 @@ impl From<DriverError> for Error {
         } else {
             ErrorCode::Driver
         };
-        Self::new(code, error.to_string())
+        Self { driver: error.code, ..Self::new(code, error.to_string()) }
     }
 }
 
@@ -121,3 +146,28 @@ impl fmt::Debug for Error {
 }
 
 impl std::error::Error for Error {}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_said_around_an_error_keeps_its_codes() {
+        let error = Error::from(DriverError::new("cuMemMap", DriverCode::NOT_READY));
+        let error = error.context("page 3").appended("5 bytes used");
+        assert_eq!(
+            (error.code(), error.driver_code()),
+            (ErrorCode::Driver, Some(DriverCode::NOT_READY))
+        );
+        let text = "page 3: cuMemMap returned CUDA_ERROR_NOT_READY (600); 5 bytes used";
+        assert_eq!(error.to_string(), text);
+        assert!(error.is_transient());
+        let error = Error::new(ErrorCode::Io, "no such file");
+        assert!(error.driver_code().is_none() && !error.is_transient());
+    }
+
+    #[test]
+    fn an_error_takes_three_words() {
+        assert_eq!(size_of::<Error>(), 24);
+    }
+}

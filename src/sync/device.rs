@@ -3,7 +3,7 @@
 //! Owns whether the device is lost, and the scope in which driver calls are made: the runtime's
 //! context current, the thread in relaxed capture mode, both put back afterwards. Knows no pages.
 
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use crate::counters::Counters;
 use crate::driver::{CaptureMode, CaptureState, Context, Driver};
@@ -34,6 +34,8 @@ pub struct Device {
     /// As given at open; budget and headroom may have changed since.
     pub options: RuntimeOptions,
     lost: AtomicBool,
+    /// The first error that said so.
+    lost_by: OnceLock<Box<str>>,
 }
 
 impl Device {
@@ -54,6 +56,7 @@ impl Device {
             cancellation: Cancellation::default(),
             options,
             lost: AtomicBool::new(false),
+            lost_by: OnceLock::new(),
         }
     }
 
@@ -65,15 +68,22 @@ impl Device {
     pub fn check(&self) -> Result<()> {
         process::check()?;
         if self.lost.load(Relaxed) {
-            let text = format!("device {} is lost after a sticky driver error", self.ordinal);
-            return Err(Error::new(ErrorCode::DeviceLost, text));
+            return Err(self.lost_error());
         }
         Ok(())
+    }
+
+    #[cold]
+    fn lost_error(&self) -> Error {
+        let why = self.lost_by.get().map_or("a sticky driver error", |why| why);
+        let text = format!("device {} is lost: {why}", self.ordinal);
+        Error::new(ErrorCode::DeviceLost, text)
     }
 
     /// Passes an error on, and remembers it when it means that the device is lost.
     pub fn note(&self, error: Error) -> Error {
         if error.code() == ErrorCode::DeviceLost && !self.lost.swap(true, Relaxed) {
+            let _first = self.lost_by.set(error.to_string().into_boxed_str());
             log::error!("device {} is lost: {error}", self.ordinal);
         }
         error

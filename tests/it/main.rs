@@ -18,6 +18,7 @@ mod reviewed_life;
 mod scenarios;
 mod scenarios_failures;
 mod scenarios_life;
+mod scenarios_messages;
 mod scenarios_pressure;
 mod seams;
 mod sim_device;

@@ -154,7 +154,12 @@ impl Pager {
     ///
     /// # Errors
     /// `TimedOut` while it has pins, and those of waiting.
-    pub fn wait_closed(&self, bar: &Arc<Bar>) -> Result<()> {
+    pub fn wait_closed(&self, bar: &Bar) -> Result<()> {
+        let gone = self.wait_until_gone(bar);
+        gone.map_err(|error| self.told(error, format_args!("destroying VBAR {}", bar.id)))
+    }
+
+    fn wait_until_gone(&self, bar: &Bar) -> Result<()> {
         let mut wait = None;
         let mut context_waited = false;
         loop {

@@ -94,15 +94,20 @@ impl Pager {
     /// # Errors
     /// `InvalidArgument` for no bytes or more than 2^31 pages; what the driver says.
     pub fn create_bar(&self, bytes: u64, reserve: bool) -> Result<Arc<Bar>> {
+        let made = self.make_bar(bytes, reserve);
+        made.map_err(|error| self.told(error, format_args!("creating a VBAR of {bytes} bytes")))
+    }
+
+    fn make_bar(&self, bytes: u64, reserve: bool) -> Result<Arc<Bar>> {
         self.device.check()?;
         let page_size = self.device.options.page_size;
         let pages = page_size.pages_for(bytes);
         if !(1..=PAGE_COUNT_MAX).contains(&pages) {
-            let text = format!("a VBAR of {bytes} bytes: 1 to {PAGE_COUNT_MAX} pages are possible");
+            let text = format!("it would have {pages} pages, and 1 to {PAGE_COUNT_MAX} can be");
             return Err(Error::new(ErrorCode::InvalidArgument, text));
         }
         let Some(bytes) = pages.checked_mul(page_size.bytes()) else {
-            let text = format!("a VBAR of {bytes} bytes does not end below 2^64");
+            let text = "its pages do not end below 2^64";
             return Err(Error::new(ErrorCode::InvalidArgument, text));
         };
         let space = if reserve {
@@ -149,6 +154,13 @@ impl Pager {
     /// # Errors
     /// `InvalidArgument` when it is bound, or was allocated or faulted, or is too small; `Closed`.
     pub fn bind(&self, bar: &Bar, bound: Arc<Bound>, end: u64) -> Result<()> {
+        let done = self.bind_unused(bar, bound, end);
+        done.map_err(|error| {
+            self.told(error, format_args!("binding {end} bytes of VBAR {}", bar.id))
+        })
+    }
+
+    fn bind_unused(&self, bar: &Bar, bound: Arc<Bound>, end: u64) -> Result<()> {
         let mut state = self.state.lock();
         if state.open(bar)?.extent > 0 {
             let text = "the VBAR was used already: bind it before its first fault";
@@ -166,11 +178,18 @@ impl Pager {
     /// `NoAddresses` when they do not fit, `InvalidArgument` on a bound VBAR, `Closed`; nothing is
     /// taken then.
     pub fn allocate(&self, bar: &Bar, bytes: u64) -> Result<Range<u64>> {
+        let taken = self.take_bytes(bar, bytes);
+        taken.map_err(|error| {
+            self.told(error, format_args!("allocating {bytes} bytes of VBAR {}", bar.id))
+        })
+    }
+
+    fn take_bytes(&self, bar: &Bar, bytes: u64) -> Result<Range<u64>> {
         self.device.check()?;
         let mut state = self.state.lock();
         state.open(bar)?;
         if bar.bound().is_some() {
-            let text = format!("VBAR {} is bound: it has no room for allocations", bar.id);
+            let text = "a bound VBAR has no room for allocations";
             return Err(Error::new(ErrorCode::InvalidArgument, text));
         }
         let range = bar.allocate(bytes)?;
@@ -251,6 +270,11 @@ impl Pager {
     /// # Errors
     /// As `free_memory`.
     pub fn set_watermark(&self, bar: &Arc<Bar>, pages: u32) -> Result<()> {
+        let set = self.change_watermark(bar, pages);
+        set.map_err(|error| self.told(error, format_args!("watermark {pages} of VBAR {}", bar.id)))
+    }
+
+    fn change_watermark(&self, bar: &Arc<Bar>, pages: u32) -> Result<()> {
         self.device.check()?;
         let pages = pages.min(bar.table.page_count());
         let above = {
@@ -273,7 +297,11 @@ impl Pager {
     /// # Errors
     /// `DeviceLost`, `ProcessEnding`, or what the driver says; the budget is set all the same.
     pub fn set_budget(&self, bytes: Option<u64>) -> Result<()> {
-        self.change_budget(|state| state.budget.set_limit(bytes))
+        let set = self.change_budget(|state| state.budget.set_limit(bytes));
+        set.map_err(|error| match bytes {
+            Some(bytes) => self.told(error, format_args!("setting the budget to {bytes} bytes")),
+            None => self.told(error, "lifting the budget's limit"),
+        })
     }
 
     /// Sets the headroom, in bytes; as [`Pager::set_budget`].
@@ -281,7 +309,8 @@ impl Pager {
     /// # Errors
     /// As [`Pager::set_budget`].
     pub fn set_headroom(&self, bytes: u64) -> Result<()> {
-        self.change_budget(|state| state.budget.set_headroom(bytes))
+        let set = self.change_budget(|state| state.budget.set_headroom(bytes));
+        set.map_err(|error| self.told(error, format_args!("setting the headroom to {bytes} bytes")))
     }
 
     /// Explicit budget and headroom as they were set, in bytes.
@@ -310,7 +339,7 @@ impl Pager {
     /// # Errors
     /// As [`Pager::set_budget`].
     pub fn refresh(&self) -> Result<()> {
-        self.change_budget(|_| ())
+        self.change_budget(|_| ()).map_err(|error| self.told(error, "looking at the budget"))
     }
 
     /// Ends a run of a VBAR: records a fence on the stream, lifts the floor, lets the watermark
@@ -320,10 +349,17 @@ impl Pager {
     /// `Closed`, `DeviceLost`, `ProcessEnding`, and what the driver says of the stream.
     pub fn end_of_run(
         &self,
-        bar: &Arc<Bar>,
+        bar: &Bar,
         stream: Stream,
         held: HeldPins,
     ) -> Result<Vec<(PageIndex, u32)>> {
+        let ended = self.end_run(bar, stream, held);
+        ended.map_err(|error| {
+            self.told(error, format_args!("end of run of VBAR {} on {stream:?}", bar.id))
+        })
+    }
+
+    fn end_run(&self, bar: &Bar, stream: Stream, held: HeldPins) -> Result<Vec<(PageIndex, u32)>> {
         self.device.check()?;
         bar.check_open()?;
         let _scope = self.device.enter()?;

@@ -9,6 +9,7 @@
 mod act;
 mod close;
 mod marks;
+mod messages;
 mod patience;
 mod plan;
 mod poison;
@@ -149,6 +150,20 @@ impl Pager {
         pages: Range<u32>,
         stream: Stream,
     ) -> Result<Faulted<Hold>> {
+        match self.fault_range(bar, pages.clone(), stream) {
+            Err(error) => Err(self.fault_failed(error, &[Request { bar, pages }])),
+            faulted => faulted,
+        }
+    }
+
+    #[expect(clippy::inline_always, reason = "the hit path: no result is moved once more")]
+    #[inline(always)]
+    fn fault_range(
+        &self,
+        bar: &Arc<Bar>,
+        pages: Range<u32>,
+        stream: Stream,
+    ) -> Result<Faulted<Hold>> {
         self.device.check()?;
         bar.check_open()?;
         let context = match stream.is_implicit() {
@@ -184,8 +199,8 @@ impl Pager {
         requests: &[Request<'_>],
         stream: Stream,
     ) -> Result<Faulted<Vec<Hold>>> {
-        self.device.check()?;
-        self.fault_slowly(requests, stream)
+        let faulted = self.device.check().and_then(|()| self.fault_slowly(requests, stream));
+        faulted.map_err(|error| self.fault_failed(error, requests))
     }
 
     /// Pins every page of the range if all are mapped. The flag says whether the stream comes
@@ -531,14 +546,14 @@ impl Pager {
     /// # Errors
     /// `HostMemory`, or what the driver says.
     pub fn prepare_filler(&self) -> Result<()> {
-        let _scope = self.device.enter()?;
-        self.filler().map(|_| ())
+        let made = self.device.enter().and_then(|_scope| self.filler());
+        made.map(drop).map_err(|error| self.told(error, "staging ring and fill stream"))
     }
 }
 
 #[cold]
 fn too_many_pins() -> Error {
-    Error::new(ErrorCode::TooManyPins, "a page has as many pins as can be counted (65535)")
+    Error::new(ErrorCode::TooManyPins, "one has as many pins as can be counted (65535)")
 }
 
 /// When to ask the driver for its free memory.

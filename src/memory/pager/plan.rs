@@ -211,7 +211,7 @@ fn protect_resident<'a>(items: &[Request<'a>]) -> Result<Walk<'a>> {
                     continue;
                 }
                 Pin::Full => {
-                    let text = format!("page {index} has as many pins as can be counted");
+                    let text = format!("page {index} has as many pins as can be counted (65535)");
                     return Err(Error::new(ErrorCode::TooManyPins, text));
                 }
                 Pin::Absent(word) => word,

@@ -229,7 +229,10 @@ impl Pager {
     /// # Errors
     /// `Closed`, `DeviceLost`, `ProcessEnding`, `Cancelled`, or what the driver says.
     pub fn free_memory(&self, bar: &Arc<Bar>, bytes: u64) -> Result<Freed> {
-        self.free_from(bar, 0, bytes)
+        let freed = self.free_from(bar, 0, bytes);
+        freed.map_err(|error| {
+            self.told(error, format_args!("freeing {bytes} bytes of VBAR {}", bar.id))
+        })
     }
 
     /// As [`Pager::free_memory`], of pages from `first` on only.
@@ -249,6 +252,11 @@ impl Pager {
     /// # Errors
     /// As [`Pager::free_memory`].
     pub fn free_device_memory(&self, bytes: u64) -> Result<Freed> {
+        let freed = self.free_any(bytes);
+        freed.map_err(|error| self.told(error, format_args!("freeing {bytes} bytes")))
+    }
+
+    fn free_any(&self, bytes: u64) -> Result<Freed> {
         let trimmed = {
             let count = self.wanted_pages(bytes);
             let held = u64::from(self.state.lock().frames.held()) * self.page_bytes();
@@ -380,10 +388,13 @@ impl Pager {
     /// # Errors
     /// `DeviceLost`, `ProcessEnding`, or what the driver says.
     pub fn trim(&self, keep_bytes: u64) -> Result<u64> {
-        let trimmed = self.trim_free(keep_bytes)?;
-        let _scope = self.device.enter()?;
-        let poison = self.trim_poison(self.kept_pages(keep_bytes));
-        Ok(trimmed + u64::from(poison) * self.page_bytes())
+        let trim = || {
+            let trimmed = self.trim_free(keep_bytes)?;
+            let _scope = self.device.enter()?;
+            let poison = self.trim_poison(self.kept_pages(keep_bytes));
+            Ok(trimmed + u64::from(poison) * self.page_bytes())
+        };
+        trim().map_err(|error| self.told(error, format_args!("trimming to {keep_bytes} bytes")))
     }
 
     fn kept_pages(&self, bytes: u64) -> u32 {
