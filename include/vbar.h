@@ -486,7 +486,7 @@ enum VbarPoison
    */
   VBAR_POISON_OFF = 0,
   /*
-   A frame of a pattern that no weight has: for debugging.
+   A frame whose every byte is 0xFF, which reads as NaN in all the usual floats: for debugging.
    */
   VBAR_POISON_ON = 1,
 };
@@ -1201,6 +1201,18 @@ typedef struct VbarStatistics {
    */
   uint64_t driver_retry_count;
   /*
+   Bytes of the poison frame, counted in `used_bytes`.
+   */
+  uint64_t poison_bytes;
+  /*
+   Pages that read as poison now.
+   */
+  uint64_t poisoned_page_count;
+  /*
+   Pages that were evicted and got no poison although they should.
+   */
+  uint64_t poison_failure_count;
+  /*
    Refusals by `VbarReason`.
    */
   uint64_t refusal_count[32];
@@ -1209,6 +1221,12 @@ typedef struct VbarStatistics {
    */
   struct VbarWaitCount waits[16];
 } VbarStatistics;
+
+/*
+ Asked on the thread that waits, about every 5 ms while it waits, with no lock held; anything but
+ 0 ends the wait with `VBAR_STATUS_CANCELLED`. It must not throw or jump out.
+ */
+typedef int32_t (*VbarWaitCheck)(void *user);
 
 #ifdef __cplusplus
 extern "C" {
@@ -1577,6 +1595,25 @@ const char *vbar_dtype_text(uint32_t dtype);
  `statistics` is NULL or points to as many bytes as its size field says.
  */
 VbarStatus vbar_device_statistics(struct VbarDevice device, struct VbarStatistics *statistics);
+
+/*
+ Sets the longest time that one call waits for anything, in milliseconds, for waits that start
+ afterwards. Thread-safe.
+ */
+VbarStatus vbar_device_set_wait_timeout(struct VbarDevice device, uint64_t milliseconds);
+
+/*
+ Has the calling thread's waits ask `check`; NULL ends that. It concerns this thread alone, on
+ all devices. Thread-safe.
+ The thread may call `check` with `user` until another one is set, or it ends.
+ */
+VbarStatus vbar_thread_set_wait_check(VbarWaitCheck check, void *user);
+
+/*
+ Ends every wait that is under way on the device with `VBAR_STATUS_CANCELLED`; later ones are not
+ touched. Thread-safe; for another thread than the one that waits.
+ */
+VbarStatus vbar_device_cancel_waits(struct VbarDevice device);
 
 #ifdef __cplusplus
 }  // extern "C"

@@ -92,6 +92,9 @@ pub struct Counters {
     pub bytes_filled: AtomicU64,
     /// Driver calls that were tried again after a transient code.
     pub driver_retries: AtomicU64,
+    /// Pages that were evicted and got no poison, though the mode is on, and attempts to make it
+    /// that failed.
+    pub poison_failures: AtomicU64,
     refusals: [AtomicU64; Reason::ALL.len()],
     waits: [(AtomicU64, AtomicU64); WaitKind::ALL.len()],
 }

@@ -6,7 +6,7 @@
 
 use std::fmt;
 
-use crate::driver::code::DriverError;
+use crate::driver::code::{DriverCode, DriverError};
 
 /// What went wrong, to branch on. The numbers are those of the C ABI's `VbarStatus`.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
@@ -60,9 +60,18 @@ pub enum ErrorCode {
 }
 
 /// An error of the library: its code and a sentence with the numbers.
+///
+/// One word: results travel through every call of a hit, errors are rare.
 #[derive(Clone, PartialEq, Eq)]
 pub struct Error {
+    parts: Box<Parts>,
+}
+
+#[derive(Clone, PartialEq, Eq)]
+struct Parts {
     code: ErrorCode,
+    /// `SUCCESS` when no driver call failed.
+    driver: DriverCode,
     text: Box<str>,
 }
 
@@ -73,19 +82,43 @@ impl Error {
     /// An error with its sentence.
     #[must_use]
     pub fn new(code: ErrorCode, text: impl Into<String>) -> Self {
-        Self { code, text: text.into().into_boxed_str() }
+        let (driver, text) = (DriverCode::SUCCESS, text.into().into_boxed_str());
+        Self { parts: Box::new(Parts { code, driver, text }) }
     }
 
     /// The code to branch on.
     #[must_use]
     pub fn code(&self) -> ErrorCode {
-        self.code
+        self.parts.code
+    }
+
+    /// What the driver returned, if it is a driver call that failed. The text has its name.
+    #[must_use]
+    pub fn driver_code(&self) -> Option<DriverCode> {
+        (self.parts.driver != DriverCode::SUCCESS).then_some(self.parts.driver)
+    }
+
+    /// Whether the driver call that failed may succeed a moment later.
+    #[must_use]
+    pub fn is_transient(&self) -> bool {
+        self.parts.driver.is_transient()
     }
 
     /// The same error with what the caller was doing put before the sentence.
     #[must_use]
     pub fn context(self, doing: impl fmt::Display) -> Self {
-        Self::new(self.code, format!("{doing}: {}", self.text))
+        self.with_text(|text| format!("{doing}: {text}"))
+    }
+
+    /// The same error with more put behind the sentence.
+    #[must_use]
+    pub fn appended(self, more: impl fmt::Display) -> Self {
+        self.with_text(|text| format!("{text}; {more}"))
+    }
+
+    fn with_text(mut self, change: impl FnOnce(&str) -> String) -> Self {
+        self.parts.text = change(&self.parts.text).into_boxed_str();
+        self
     }
 
     /// An error of a system call on `what`, usually a file's path.
@@ -104,20 +137,47 @@ impl From<DriverError> for Error {
         } else {
             ErrorCode::Driver
         };
-        Self::new(code, error.to_string())
+        let mut made = Self::new(code, error.to_string());
+        made.parts.driver = error.code;
+        made
     }
 }
 
 impl fmt::Display for Error {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.text)
+        f.write_str(&self.parts.text)
     }
 }
 
 impl fmt::Debug for Error {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{:?}: {}", self.code, self.text)
+        write!(f, "{:?}: {}", self.parts.code, self.parts.text)
     }
 }
 
 impl std::error::Error for Error {}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_said_around_an_error_keeps_its_codes() {
+        let error = Error::from(DriverError::new("cuMemMap", DriverCode::NOT_READY));
+        let error = error.context("page 3").appended("5 bytes used");
+        assert_eq!(
+            (error.code(), error.driver_code()),
+            (ErrorCode::Driver, Some(DriverCode::NOT_READY))
+        );
+        let text = "page 3: cuMemMap returned CUDA_ERROR_NOT_READY (600); 5 bytes used";
+        assert_eq!(error.to_string(), text);
+        assert!(error.is_transient());
+        let error = Error::new(ErrorCode::Io, "no such file");
+        assert!(error.driver_code().is_none() && !error.is_transient());
+    }
+
+    #[test]
+    fn a_result_takes_one_word() {
+        assert_eq!(size_of::<Result<()>>(), size_of::<usize>());
+    }
+}

@@ -12,9 +12,38 @@ pub enum Eviction {
     #[default]
     Aliasing,
     /// A page loses its mapping before its frame goes elsewhere; the CPU waits for its fences. A
-    /// use after the unpin then faults instead of reading other bytes: for debugging.
+    /// use after the unpin then faults instead of reading other bytes: for debugging. See
+    /// [`Poison`] for a milder end.
     Strict,
 }
+
+/// What a stale read finds: one through an address whose page was evicted.
+///
+/// For debugging: a program that uses a weight without its pin reads a pattern that can be told
+/// from any weight, where its context would be lost. It takes one page of the budget and some
+/// driver calls for each eviction. See [`POISON_BYTE`] for the pattern.
+///
+/// With [`Eviction::Strict`] the pattern is there as soon as the page has gone. With
+/// [`Eviction::Aliasing`] the old mapping stays until the uses before it have passed, and a read
+/// until then may see what comes next in the frame. A read that runs just while a page changes
+/// hands can still be fatal, and what a stale *write* leaves is read behind all evicted pages.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub enum Poison {
+    /// Nothing: the access is fatal to the context.
+    #[default]
+    Off,
+    /// [`POISON_BYTE`] in every byte of a page that was evicted and not faulted since. A page that
+    /// never was faulted has nothing behind it.
+    On,
+}
+
+/// Every byte of an evicted page with [`Poison::On`].
+///
+/// The one byte that reads as a NaN in all floating-point formats, whatever their width: f64, f32,
+/// f16, bf16 and both of fp8, so that a stale weight makes every result a NaN at once. A processor
+/// makes other NaNs of its own (`0x7FFFFFFF`, `0x7FFF`), so that all ones in memory tell where they
+/// came from; as integers they are -1.
+pub const POISON_BYTE: u8 = 0xFF;
 
 /// Options of a runtime. `Default` suits one program on one device.
 #[derive(Clone, Debug)]
@@ -31,6 +60,8 @@ pub struct RuntimeOptions {
     pub context: Option<Context>,
     /// How frames move.
     pub eviction: Eviction,
+    /// What a read finds through an address whose page was evicted.
+    pub poison: Poison,
     /// Whether the CPU may wait for the whole context when no fence covers a page that must go.
     pub context_waits: ContextWaits,
     /// Longest time that a wait of one kind takes in a call, then `TimedOut`; what it is at first,
@@ -92,6 +123,7 @@ impl Default for RuntimeOptions {
             page_size: PageSize::DEFAULT,
             context: None,
             eviction: Eviction::Aliasing,
+            poison: Poison::Off,
             context_waits: ContextWaits::Allowed,
             wait_timeout: Duration::from_secs(30),
             poll_interval: Duration::from_millis(10),

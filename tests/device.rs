@@ -12,7 +12,7 @@ use vbar::driver::cuda::Cuda;
 use vbar::driver::kernel::{checksum, pattern};
 use vbar::driver::{Driver, KernelCall};
 use vbar::memory::pager::HeldPins;
-use vbar::options::{Eviction, RuntimeOptions, Threads};
+use vbar::options::{Eviction, POISON_BYTE, Poison, RuntimeOptions, Threads};
 use vbar::units::{DeviceAddress, DeviceOrdinal, GIB, MIB, PageSize, Stream};
 use vbar::{Allocation, AllocationFault, ErrorCode, Fault, Runtime, Vbar};
 
@@ -280,6 +280,79 @@ fn recycled_frames_need_a_refill_and_say_so() {
     };
     let guard = fill.commit(world.stream).unwrap();
     assert_ne!(guard.signature(), signature);
+}
+
+/// Without poison the kernels of this test would end the context, and every later call with it.
+#[test]
+fn a_stale_read_finds_the_pattern_and_a_refill_its_bytes() {
+    for eviction in [Eviction::Aliasing, Eviction::Strict] {
+        let poison = Poison::On;
+        let budget_bytes = Some(5 * P);
+        let options = RuntimeOptions { eviction, poison, budget_bytes, ..Default::default() };
+        let world = World::new(options);
+        let vbar = world.runtime.create_bar(4 * P).unwrap();
+        let rival = world.runtime.create_bar(4 * P).unwrap();
+        let allocation = vbar.allocate(4 * P).unwrap();
+        for round in 0..20 {
+            vbar.prioritise().unwrap();
+            world.write(&allocation, round, world.stream);
+            let AllocationFault::Resident(guard) = allocation.fault(world.stream).unwrap() else {
+                panic!("just written")
+            };
+            world.enqueue_sum(guard.address(), 4 * P, 2 * round, Duration::ZERO);
+            drop(guard);
+            match round % 2 {
+                0 => drop(vbar.free_memory(u64::MAX).unwrap()),
+                _ => {
+                    rival.prioritise().unwrap();
+                    let guard = rival.fault(0..4 * P, world.stream).unwrap().resident();
+                    drop(guard.expect("four pages fit"));
+                }
+            }
+            world.driver.stream_synchronize(world.stream).unwrap();
+            world.runtime.refresh().unwrap();
+            assert_eq!(vbar.draw(4), "....", "{eviction:?} round {round}");
+            world.enqueue_sum(vbar.base(), 4 * P, 2 * round + 1, Duration::ZERO);
+            world.driver.stream_synchronize(world.stream).unwrap();
+        }
+        let stale = checksum(&vec![POISON_BYTE; 4 * P as usize], 0);
+        let sums = world.sums.read();
+        for round in 0..20 {
+            assert_eq!(sums[2 * round as usize], pattern_sum(4 * P, round), "round {round}");
+            assert_eq!(sums[2 * round as usize + 1], stale, "round {round}");
+        }
+        assert_eq!(world.runtime.statistics().poison_failures, 0);
+        drop(allocation);
+        vbar.destroy_wait().unwrap();
+        rival.destroy_wait().unwrap();
+        world.runtime.trim(0).unwrap();
+        assert_eq!(world.runtime.used_bytes(), 0);
+    }
+}
+
+#[test]
+fn a_kernel_keeps_the_pages_of_a_vbar_that_is_closed_under_it() {
+    let world = World::budget(4);
+    for round in 0..100 {
+        let vbar = world.runtime.create_bar(2 * P).unwrap();
+        let page = vbar.allocate(P).unwrap();
+        world.write(&page, round, world.stream);
+        let AllocationFault::Resident(guard) = page.fault(world.stream).unwrap() else {
+            panic!("just written")
+        };
+        vbar.close();
+        let refused = vbar.fault(0..P, world.stream).map(drop).unwrap_err();
+        assert_eq!(refused.code(), ErrorCode::Closed);
+        world.enqueue_sum(guard.address(), P, round, Duration::from_micros(200));
+    }
+    world.driver.stream_synchronize(world.stream).unwrap();
+    world.runtime.trim(0).unwrap();
+    let numbers = world.runtime.numbers();
+    assert_eq!((numbers.bars, numbers.closing_bars, numbers.used_bytes), (0, 0, 0));
+    let sums = world.sums.read();
+    for round in 0..100 {
+        assert_eq!(sums[round as usize], pattern_sum(P, round), "round {round}");
+    }
 }
 
 #[test]

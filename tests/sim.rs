@@ -12,9 +12,10 @@ use std::time::Duration;
 use vbar::driver::kernel::{checksum, mix, pattern};
 use vbar::driver::sim::{Sim, SimOptions, Verb};
 use vbar::driver::{Driver, DriverCode, KernelCall};
+use vbar::memory::page_table::PageState;
 use vbar::memory::pager::HeldPins;
 use vbar::memory::pins::Token;
-use vbar::options::Eviction;
+use vbar::options::{Eviction, POISON_BYTE, Poison};
 use vbar::units::{DeviceAddress, DeviceOrdinal, Generation, PageIndex, PageSize, Stream};
 use vbar::{Allocation, AllocationFault, Error, ErrorCode, Fault, Runtime, RuntimeOptions, Vbar};
 
@@ -60,7 +61,7 @@ struct Run {
     patterns: u64,
 }
 
-const VERBS: [Verb; 13] = [
+const VERBS: [Verb; 16] = [
     Verb::MemCreate,
     Verb::MemMap,
     Verb::MemSetAccess,
@@ -74,6 +75,10 @@ const VERBS: [Verb; 13] = [
     Verb::CtxRecordEvent,
     Verb::MemGetInfo,
     Verb::MemAddressReserve,
+    // Only poison needs these.
+    Verb::MemsetD8Async,
+    Verb::StreamCreate,
+    Verb::StreamSynchronize,
 ];
 const CODES: [DriverCode; 3] =
     [DriverCode::OUT_OF_MEMORY, DriverCode::NOT_READY, DriverCode::INVALID_VALUE];
@@ -94,6 +99,7 @@ impl Run {
             headroom_bytes: Some(0),
             page_size: PageSize::new(P).unwrap(),
             eviction: if seed.is_multiple_of(3) { Eviction::Strict } else { Eviction::Aliasing },
+            poison: if seed % 4 == 1 { Poison::On } else { Poison::Off },
             poll_interval: Duration::ZERO,
             heal_window: Duration::ZERO,
             record_interval: Duration::from_secs(if seed.is_multiple_of(2) { 0 } else { 1000 }),
@@ -371,12 +377,31 @@ impl Run {
         let lingering = self.runtime.numbers().lingering_mappings;
         assert!(beyond <= lingering * P, "the device holds {beyond} bytes that the books do not");
         assert!(used <= self.budget * P || used <= used_before, "{used} grew beyond the budget");
+        self.check_absent_pages();
         for pinned in &self.pinned {
             let residency = pinned.vbar.residency();
             for (page, generation) in &pinned.pages {
                 let now = residency[page.0 as usize];
                 assert!(now.state.is_mapped() && now.pins > 0, "a pinned page is {now:?}");
                 assert_eq!(now.generation, *generation);
+            }
+        }
+    }
+
+    /// Behind an absent page is nothing, or poison where that is wanted.
+    fn check_absent_pages(&self) {
+        let wanted = self.runtime.device().options.poison == Poison::On;
+        for bar in &self.bars {
+            for (page, now) in (0..).zip(bar.vbar.residency()) {
+                let address = bar.vbar.base().offset(page * P);
+                match self.sim.read_bytes(address, P as usize) {
+                    _ if now.state != PageState::Absent => {}
+                    Ok(bytes) => {
+                        assert!(wanted, "page {page} is absent and mapped");
+                        assert!(bytes.iter().all(|byte| *byte == POISON_BYTE), "page {page}");
+                    }
+                    Err(_) => {}
+                }
             }
         }
     }

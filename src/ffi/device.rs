@@ -14,7 +14,7 @@ use super::value::{Growing, Out, OutGrowing, Plain, read_growing, read_text};
 use crate::driver::select::{self, Opened, Selection};
 use crate::driver::sim::Sim;
 use crate::error::{Error, ErrorCode, Result};
-use crate::options::{ContextWaits, Eviction, RuntimeOptions, Threads};
+use crate::options::{ContextWaits, Eviction, Poison, RuntimeOptions, Threads};
 use crate::runtime::Runtime;
 use crate::slots::{Handles, Ref, Spread};
 use crate::units::{Context, DeviceOrdinal, PageSize, Stream};
@@ -73,7 +73,7 @@ pub enum VbarContextWaits {
 pub enum VbarPoison {
     /// Nothing: a use faults, and costs the context.
     Off = 0,
-    /// A frame of a pattern that no weight has: for debugging.
+    /// A frame whose every byte is 0xFF, which reads as NaN in all the usual floats: for debugging.
     On = 1,
 }
 
@@ -246,6 +246,7 @@ fn runtime_options(options: &VbarDeviceOptions) -> Result<RuntimeOptions> {
         )?,
         wait_timeout: given(options.wait_timeout_ms)
             .map_or(defaults.wait_timeout, Duration::from_millis),
+        poison: choice("poison", options.poison, [Poison::Off, Poison::On])?,
         threads: match options.threads {
             0 => None,
             1 => Some(Threads::On),

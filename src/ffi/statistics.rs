@@ -99,6 +99,12 @@ pub struct VbarStatistics {
     pub filled_bytes: u64,
     /// Driver calls tried again after a transient code.
     pub driver_retry_count: u64,
+    /// Bytes of the poison frame, counted in `used_bytes`.
+    pub poison_bytes: u64,
+    /// Pages that read as poison now.
+    pub poisoned_page_count: u64,
+    /// Pages that were evicted and got no poison although they should.
+    pub poison_failure_count: u64,
     /// Refusals by `VbarReason`.
     pub refusal_count: [u64; 32],
     /// Waits of the CPU by `VbarWaitKind`.
@@ -162,6 +168,9 @@ impl From<Statistics> for VbarStatistics {
             aliased_page_count: from.pages_aliased,
             filled_bytes: from.bytes_filled,
             driver_retry_count: from.driver_retries,
+            poison_bytes: memory.poison_bytes,
+            poisoned_page_count: memory.poisoned_pages,
+            poison_failure_count: from.poison_failures,
             refusal_count,
             waits,
         }

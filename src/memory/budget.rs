@@ -23,10 +23,10 @@ impl BudgetSource {
     #[must_use]
     pub fn words(self) -> &'static str {
         match self {
-            Self::Limit => "explicit limit",
-            Self::DriverFree => "driver-free memory less headroom",
-            Self::DriverRefused => "the driver refused more",
-            Self::Shrunk => "shrunk for another program",
+            Self::Limit => "explicit",
+            Self::DriverFree => "automatic: driver-free memory less headroom",
+            Self::DriverRefused => "automatic: the driver refused more",
+            Self::Shrunk => "automatic: shrunk for another program",
         }
     }
 }

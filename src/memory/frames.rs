@@ -163,6 +163,12 @@ impl Frames {
         self.leaving
     }
 
+    /// Mappings that the frame has left behind and that are not removed yet.
+    #[must_use]
+    pub fn old_mappings(&self, index: FrameIndex) -> u32 {
+        self.frame(index).old_mappings
+    }
+
     /// Counts a mapping that the frame leaves behind.
     pub fn leave_mapping(&mut self, index: FrameIndex) {
         self.frame_mut(index).old_mappings += 1;

@@ -22,7 +22,7 @@ use std::sync::OnceLock;
 
 use crate::error::{Error, ErrorCode, Result};
 use crate::sync::ticket::Ticket;
-use crate::sync::{AcqRel, Acquire, AtomicU32, AtomicU64, Relaxed, Release};
+use crate::sync::{AcqRel, Acquire, AtomicBool, AtomicU32, AtomicU64, Relaxed, Release};
 use crate::units::{Generation, PageIndex};
 
 /// State of a page.
@@ -131,6 +131,9 @@ pub struct Page {
     readers: [AtomicU64; READER_COUNT],
     /// Index of the page's frame; written under the device's lock.
     frame: AtomicU32,
+    /// Poison is mapped behind the page, which is on its way in or out, or absent; its frame is
+    /// `frame` then. Written by whoever owns the page, before the state is published.
+    poisoned: AtomicBool,
     /// Pins that graphs hold; raised before the pin is made, lowered after it is given back.
     graphs: AtomicU32,
 }
@@ -342,7 +345,24 @@ impl Page {
             .collect()
     }
 
-    /// Index of the page's frame, meaningful while it is mapped or evicting.
+    /// Whether poison is mapped behind the page; asked by whoever owns it, or under the device's
+    /// lock.
+    #[must_use]
+    pub fn is_poisoned(&self) -> bool {
+        self.poisoned.load(Acquire)
+    }
+
+    /// Notes that the page's frame is poison from now on.
+    pub fn note_poison(&self) {
+        self.poisoned.store(true, Release);
+    }
+
+    /// Notes that the poison is gone.
+    pub fn clear_poison(&self) {
+        self.poisoned.store(false, Release);
+    }
+
+    /// Index of the page's frame, meaningful while it is mapped, evicting, or poisoned.
     #[must_use]
     pub fn frame(&self) -> u32 {
         self.frame.load(Acquire)

@@ -85,10 +85,8 @@ impl Bar {
                 .and_then(|start| Some(start..start.checked_add(bytes)?))
                 .filter(|range| range.end <= self.space.bytes)
                 .ok_or_else(|| {
-                    let text = format!(
-                        "{bytes} bytes do not fit: {taken} of {} bytes are allocated",
-                        self.space.bytes
-                    );
+                    let all = self.space.bytes;
+                    let text = format!("they do not fit: {taken} of {all} bytes are allocated");
                     Error::new(ErrorCode::NoAddresses, text)
                 })?;
             match self.allocated.compare_exchange_weak(taken, range.end, Relaxed, Relaxed) {

@@ -9,7 +9,7 @@ use std::sync::Arc;
 
 use super::bar::{Fault, Guard, VbarInner};
 use crate::driver::CaptureState;
-use crate::error::{ErrorCode, Result};
+use crate::error::{Error, ErrorCode, Result};
 use crate::memory::pager::Hold;
 use crate::outcome::{Reason, WaitKind};
 use crate::sync::ticket::Ticket;
@@ -139,7 +139,8 @@ impl Allocation {
                 outcome => return Ok(outcome),
             }
             let device = self.vbar.runtime.device();
-            wait.get_or_insert_with(|| device.wait(WaitKind::Claim)).pause()?;
+            let wait = wait.get_or_insert_with(|| device.wait(WaitKind::Claim));
+            wait.pause().map_err(|error| self.told(error))?;
         }
     }
 
@@ -226,7 +227,20 @@ impl Allocation {
         committed.zip(signature).filter(|(committed, now)| *committed == now.0).count()
     }
 
+    /// An error of a step that is not the pager's.
+    #[cold]
+    fn told(&self, error: Error) -> Error {
+        let Range { start, end } = self.range;
+        let bar = self.vbar.bar.id;
+        let asked = format_args!("fault of the allocation at {start}..{end} of VBAR {bar}");
+        self.vbar.runtime.pager().told(error, asked)
+    }
+
     fn is_captured(&self, guard: &Guard<'_>) -> Result<bool> {
+        self.capture_of(guard).map_err(|error| self.told(error))
+    }
+
+    fn capture_of(&self, guard: &Guard<'_>) -> Result<bool> {
         let stream = guard.hold().stream;
         if stream.is_none() {
             return Ok(false);
@@ -238,6 +252,10 @@ impl Allocation {
 
     /// Lets the guard's stream, or the CPU, come after the tickets.
     fn order(&self, guard: &Guard<'_>, tickets: &[Ticket]) -> Result<()> {
+        self.order_after(guard, tickets).map_err(|error| self.told(error))
+    }
+
+    fn order_after(&self, guard: &Guard<'_>, tickets: &[Ticket]) -> Result<()> {
         let hold = guard.hold();
         let device = self.vbar.runtime.device();
         let ordered = |ticket: &&Ticket| match hold.slot {

@@ -66,6 +66,12 @@ impl Vbar {
         Self { inner: Arc::new(VbarInner { runtime, bar }) }
     }
 
+    /// The number that messages call the VBAR by; no other VBAR of its runtime ever has it.
+    #[must_use]
+    pub fn number(&self) -> u32 {
+        self.bar().id
+    }
+
     /// First address, a multiple of the page size.
     #[must_use]
     pub fn base(&self) -> DeviceAddress {

@@ -26,6 +26,9 @@ pub struct Statistics {
     pub bytes_filled: u64,
     /// Driver calls tried again after a transient code.
     pub driver_retries: u64,
+    /// With [`Poison::On`](crate::options::Poison): pages that were evicted and got no poison, and
+    /// attempts to make it that failed.
+    pub poison_failures: u64,
     /// Refusals by reason, those with none left out.
     pub refusals: Vec<(Reason, u64)>,
     /// Waits of the CPU by kind, those with none left out.
@@ -48,6 +51,7 @@ impl Statistics {
             pages_aliased: load(&counters.pages_aliased),
             bytes_filled: load(&counters.bytes_filled),
             driver_retries: load(&counters.driver_retries),
+            poison_failures: load(&counters.poison_failures),
             refusals: refusals.filter(|(_, count)| *count > 0).collect(),
             waits: waits.filter(|(_, wait)| wait.count > 0).collect(),
         }

@@ -3,7 +3,7 @@
 //! Owns whether the device is lost, and the scope in which driver calls are made: the runtime's
 //! context current, the thread in relaxed capture mode, both put back afterwards. Knows no pages.
 
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use crate::counters::Counters;
@@ -38,6 +38,8 @@ pub struct Device {
     lost: AtomicBool,
     /// Longest wait, in nanoseconds.
     wait_timeout: AtomicU64,
+    /// The first error that said so.
+    lost_by: OnceLock<Box<str>>,
 }
 
 /// Closing waits at least this long for the work of the context, whatever the time-out of other
@@ -63,6 +65,7 @@ impl Device {
             wait_timeout: AtomicU64::new(nanos(options.wait_timeout)),
             options,
             lost: AtomicBool::new(false),
+            lost_by: OnceLock::new(),
         }
     }
 
@@ -85,15 +88,22 @@ impl Device {
     pub fn check(&self) -> Result<()> {
         process::check()?;
         if self.lost.load(Relaxed) {
-            let text = format!("device {} is lost after a sticky driver error", self.ordinal);
-            return Err(Error::new(ErrorCode::DeviceLost, text));
+            return Err(self.lost_error());
         }
         Ok(())
+    }
+
+    #[cold]
+    fn lost_error(&self) -> Error {
+        let why = self.lost_by.get().map_or("a sticky driver error", |why| why);
+        let text = format!("device {} is lost: {why}", self.ordinal);
+        Error::new(ErrorCode::DeviceLost, text)
     }
 
     /// Passes an error on, and remembers it when it means that the device is lost.
     pub fn note(&self, error: Error) -> Error {
         if error.code() == ErrorCode::DeviceLost && !self.lost.swap(true, Relaxed) {
+            let _first = self.lost_by.set(error.to_string().into_boxed_str());
             log::error!("device {} is lost: {error}", self.ordinal);
         }
         error

@@ -27,6 +27,7 @@ pub(crate) const HEADERS: &[Header] = &[
             "token",
             "model",
             "statistics",
+            "wait",
         ],
         includes: &[],
         constants: "

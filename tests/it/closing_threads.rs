@@ -10,7 +10,7 @@ use tempfile::TempDir;
 use vbar::driver::Driver;
 use vbar::memory::pager::HeldPins;
 use vbar::model::synth::{synthesize, tensor_seed};
-use vbar::options::Eviction;
+use vbar::options::{Eviction, Poison};
 use vbar::units::{DeviceAddress, Stream};
 use vbar::{Allocation, AllocationFault, Error, ErrorCode, Fault, ModelBar, RuntimeOptions, Vbar};
 
@@ -191,9 +191,9 @@ impl Worker<'_> {
     }
 }
 
-fn run(eviction: Eviction) {
+fn run(eviction: Eviction, poison: Poison) {
     let folder = TempDir::new().unwrap();
-    let world = World::with(ROOMY, RuntimeOptions { eviction, ..budget_options(12) });
+    let world = World::with(ROOMY, RuntimeOptions { eviction, poison, ..budget_options(12) });
     let shared = Shared::new(&world, &folder);
     let target = world.scratch();
     let streams: Vec<_> = (0..THREADS).map(|_| world.another_stream()).collect();
@@ -227,6 +227,12 @@ fn run(eviction: Eviction) {
 
 #[test]
 fn threads_call_everything_on_vbars_that_others_close() {
-    run(Eviction::Aliasing);
-    run(Eviction::Strict);
+    run(Eviction::Aliasing, Poison::Off);
+    run(Eviction::Strict, Poison::Off);
+}
+
+#[test]
+fn threads_call_everything_while_evicted_pages_are_poisoned() {
+    run(Eviction::Aliasing, Poison::On);
+    run(Eviction::Strict, Poison::On);
 }

@@ -15,7 +15,7 @@ use crate::counters;
 use crate::driver::{DriverError, DriverResult, FrameHandle};
 use crate::error::{Error, ErrorCode, Result};
 use crate::memory::frames::FrameIndex;
-use crate::memory::page_table::PageState;
+use crate::memory::page_table::{Page, PageState};
 use crate::options::Eviction;
 use crate::outcome::Reason;
 use crate::sync::fence::StreamSlot;
@@ -49,6 +49,21 @@ struct Placed {
     /// Index in the table; `None` for a handle that was created and not entered yet.
     frame: Option<FrameIndex>,
     mapped: bool,
+    /// What was behind the page before.
+    before: Behind,
+}
+
+/// What is behind a page without a frame.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Behind {
+    Nothing,
+    Poison,
+}
+
+impl Behind {
+    fn of(page: &Page) -> Self {
+        if page.is_poisoned() { Self::Poison } else { Self::Nothing }
+    }
 }
 
 impl Pager {
@@ -62,6 +77,7 @@ impl Pager {
         let strict = self.device.options.eviction == Eviction::Strict;
         let mut placed = self.place(claims);
         let done = if strict { self.unmap_victims_first(&mut placed) } else { Ok(()) }
+            .and_then(|()| self.lift_claimed(&placed))
             .and_then(|()| self.create_missing(&mut placed))
             .and_then(|()| self.map_all(&mut placed))
             .and_then(|()| self.order_writers(&placed, writer));
@@ -81,7 +97,8 @@ impl Pager {
                 Take::Create => None,
             };
             let handle = frame.map_or(FrameHandle(0), |frame| state.handle(frame));
-            Placed { claim, handle, frame, mapped: false }
+            let before = Behind::of(claim.entry());
+            Placed { claim, handle, frame, mapped: false, before }
         });
         placed.collect()
     }
@@ -95,13 +112,22 @@ impl Pager {
             if let Err(error) = self.unmap(victim) {
                 return Err(self.failure(error));
             }
-            victim.entry().settle(PageState::Absent);
+            self.settle_unmapped(&victim.bar, victim.page);
             let now = self.device.fences.now();
             self.state.lock().sink_watermark(victim.bar.id, victim.page, now);
             entry.claim.take = Take::Free(frame);
             counters::add(&self.device.counters.pages_evicted, 1);
         }
         Ok(())
+    }
+
+    /// What stands in for the pages goes before they come.
+    fn lift_claimed(&self, placed: &[Placed]) -> std::result::Result<(), Failure> {
+        let poisoned = placed.iter().filter(|entry| entry.before == Behind::Poison);
+        poisoned.map(|entry| &entry.claim).try_for_each(|claim| {
+            let lifted = self.lift_poison(&claim.bar, claim.page);
+            lifted.map_err(|error| self.failure(error))
+        })
     }
 
     fn create_missing(&self, placed: &mut [Placed]) -> std::result::Result<(), Failure> {
@@ -225,7 +251,7 @@ impl Pager {
     fn part_with_victim(&self, victim: &Victim, users: &[Ticket], lingering: &mut Vec<Lingering>) {
         if users.is_empty() {
             match self.unmap(victim) {
-                Ok(()) => victim.entry().settle(PageState::Absent),
+                Ok(()) => self.settle_unmapped(&victim.bar, victim.page),
                 Err(error) => {
                     self.quarantine_page(victim, &error);
                     self.state.lock().frames.note_stray(victim.frame);
@@ -312,32 +338,42 @@ impl Pager {
     /// Undoes everything before the commit point.
     fn undo(&self, placed: Vec<Placed>) {
         for entry in placed {
-            let Placed { claim, frame, mapped, .. } = entry;
+            let Placed { claim, frame, mapped, before, .. } = entry;
             let lost = mapped && self.undo_mapping(&claim);
-            let mut state = self.state.lock();
-            match (&claim.take, frame) {
-                (Take::Victim(victim), _) => {
-                    victim.entry().settle(PageState::Issued);
-                    state.add_resident(victim.bar.id, victim.page, false);
-                    if lost {
-                        state.frames.note_stray(victim.frame);
-                    }
+            self.undo_take(&claim, frame, lost);
+            match before {
+                _ if lost => {}
+                Behind::Poison if !claim.entry().is_poisoned() => {
+                    self.settle_unmapped(&claim.bar, claim.page);
                 }
-                (Take::Free(frame), _) if lost => state.frames.quarantine(*frame),
-                (Take::Free(frame), _) => state.frames.put_free(*frame, claim.users.clone()),
-                (Take::Create, None) => state.frames.cancel_creating(1),
-                (Take::Create, Some(frame)) if lost => state.frames.quarantine(frame),
-                (Take::Create, Some(frame)) => {
-                    let handle = state.frames.remove(frame);
-                    drop(state);
-                    handle.map(|handle| self.release_handle(handle));
-                }
-            }
-            if !lost {
-                claim.entry().settle(PageState::Absent);
+                _ => claim.entry().settle(PageState::Absent),
             }
         }
         self.changed.notify_all();
+    }
+
+    /// Puts the frame of a claim back where it came from. `lost`: it is mapped at the claimed page
+    /// too, for good.
+    fn undo_take(&self, claim: &Claim, frame: Option<FrameIndex>, lost: bool) {
+        let mut state = self.state.lock();
+        match (&claim.take, frame) {
+            (Take::Victim(victim), _) => {
+                victim.entry().settle(PageState::Issued);
+                state.add_resident(victim.bar.id, victim.page, false);
+                if lost {
+                    state.frames.note_stray(victim.frame);
+                }
+            }
+            (Take::Free(frame), _) if lost => state.frames.quarantine(*frame),
+            (Take::Free(frame), _) => state.frames.put_free(*frame, claim.users.clone()),
+            (Take::Create, None) => state.frames.cancel_creating(1),
+            (Take::Create, Some(frame)) if lost => state.frames.quarantine(frame),
+            (Take::Create, Some(frame)) => {
+                let handle = state.frames.remove(frame);
+                drop(state);
+                handle.map(|handle| self.release_handle(handle));
+            }
+        }
     }
 
     /// Removes a mapping that was made for a claim. Returns whether that failed, and the page is
@@ -376,7 +412,12 @@ impl Pager {
         victim.entry().settle(PageState::Quarantined);
     }
 
-    fn note_quarantine(&self, bar: u32, page: crate::units::PageIndex, error: &DriverError) {
+    pub(super) fn note_quarantine(
+        &self,
+        bar: u32,
+        page: crate::units::PageIndex,
+        error: &DriverError,
+    ) {
         log::error!("page {page} of VBAR {bar} is quarantined: {error}");
         self.device.note(Error::from(*error));
         self.state.lock().quarantined_pages += 1;

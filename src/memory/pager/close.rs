@@ -97,7 +97,8 @@ impl Pager {
         for id in ids {
             self.evict_closing(id);
             let Some((bar, left)) = self.start_leaving(id) else { continue };
-            if left == Left::Quarantined {
+            let kept = self.lift_all_poison(&bar);
+            if left == Left::Quarantined || kept.is_some() {
                 log::error!("addresses of VBAR {id} are lost: it has pages in quarantine");
             } else if let Err(error) = space::free(&*self.device.driver, bar.space) {
                 log::error!("addresses of VBAR {id} are lost: {}", self.device.note(error));
@@ -153,7 +154,12 @@ impl Pager {
     ///
     /// # Errors
     /// `TimedOut` while it has pins, and those of waiting.
-    pub fn wait_closed(&self, bar: &Arc<Bar>) -> Result<()> {
+    pub fn wait_closed(&self, bar: &Bar) -> Result<()> {
+        let gone = self.wait_until_gone(bar);
+        gone.map_err(|error| self.told(error, format_args!("destroying VBAR {}", bar.id)))
+    }
+
+    fn wait_until_gone(&self, bar: &Bar) -> Result<()> {
         let mut wait = None;
         let mut context_waited = false;
         loop {
@@ -188,6 +194,7 @@ impl Pager {
             self.persist(|| self.device.closing_wait())?;
             self.persist(|| self.reap_now())?;
             self.unmap_leftovers();
+            self.give_up_poison();
             let handles = self.state.lock().frames.drain();
             for handle in handles {
                 self.log_failure(self.retry(|| self.device.driver.mem_release(handle)));
@@ -215,6 +222,7 @@ impl Pager {
                     self.log_failure(self.retry(|| driver.mem_unmap(address, self.page_bytes())));
                 }
             }
+            self.lift_all_poison(&bar);
             let freed = self.persist(|| space::free(&**driver, bar.space));
             if let Err(error) = freed {
                 log::error!("closing: addresses of VBAR {}: {error}", bar.id);

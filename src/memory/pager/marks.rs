@@ -59,6 +59,10 @@ pub struct MemoryNumbers {
     pub free_bytes: u64,
     /// Bytes of frames in quarantine, counted in `used_bytes`.
     pub quarantined_bytes: u64,
+    /// Bytes of the poison frame, counted in `used_bytes`: 0, or a page.
+    pub poison_bytes: u64,
+    /// Evicted pages that it is behind.
+    pub poisoned_pages: u64,
     /// What may be held, and what determines it.
     pub budget_bytes: u64,
     /// See `budget_bytes`.
@@ -91,15 +95,20 @@ impl Pager {
     /// # Errors
     /// `InvalidArgument` for no bytes or more than 2^31 pages; what the driver says.
     pub fn create_bar(&self, bytes: u64, reserve: bool) -> Result<Arc<Bar>> {
+        let made = self.make_bar(bytes, reserve);
+        made.map_err(|error| self.told(error, format_args!("creating a VBAR of {bytes} bytes")))
+    }
+
+    fn make_bar(&self, bytes: u64, reserve: bool) -> Result<Arc<Bar>> {
         self.device.check()?;
         let page_size = self.device.options.page_size;
         let pages = page_size.pages_for(bytes);
         if !(1..=PAGE_COUNT_MAX).contains(&pages) {
-            let text = format!("a VBAR of {bytes} bytes: 1 to {PAGE_COUNT_MAX} pages are possible");
+            let text = format!("it would have {pages} pages, and 1 to {PAGE_COUNT_MAX} can be");
             return Err(Error::new(ErrorCode::InvalidArgument, text));
         }
         let Some(bytes) = pages.checked_mul(page_size.bytes()) else {
-            let text = format!("a VBAR of {bytes} bytes does not end below 2^64");
+            let text = "its pages do not end below 2^64";
             return Err(Error::new(ErrorCode::InvalidArgument, text));
         };
         let space = if reserve {
@@ -136,7 +145,9 @@ impl Pager {
     /// Tells the fences whether VBARs exceed the budget: then every unpin records at once, so that
     /// what must be evicted has a fence.
     pub(super) fn update_eager(&self, state: &State) {
-        self.device.fences.set_eager(state.extents > state.budget.allowed().0);
+        let page_size = self.device.options.page_size;
+        let allowed = state.allowed_pages(page_size).saturating_mul(page_size.bytes());
+        self.device.fences.set_eager(state.extents > allowed);
     }
 
     /// Binds a VBAR that was never used: what pages hold already is not the file's.
@@ -144,6 +155,13 @@ impl Pager {
     /// # Errors
     /// `InvalidArgument` when it is bound, or was allocated or faulted, or is too small; `Closed`.
     pub fn bind(&self, bar: &Bar, bound: Arc<Bound>, end: u64) -> Result<()> {
+        let done = self.bind_unused(bar, bound, end);
+        done.map_err(|error| {
+            self.told(error, format_args!("binding {end} bytes of VBAR {}", bar.id))
+        })
+    }
+
+    fn bind_unused(&self, bar: &Bar, bound: Arc<Bound>, end: u64) -> Result<()> {
         let mut state = self.state.lock();
         if state.open(bar)?.extent > 0 {
             let text = "the VBAR was used already: bind it before its first fault";
@@ -161,11 +179,18 @@ impl Pager {
     /// `NoAddresses` when they do not fit, `InvalidArgument` on a bound VBAR, `Closed`; nothing is
     /// taken then.
     pub fn allocate(&self, bar: &Bar, bytes: u64) -> Result<Range<u64>> {
+        let taken = self.take_bytes(bar, bytes);
+        taken.map_err(|error| {
+            self.told(error, format_args!("allocating {bytes} bytes of VBAR {}", bar.id))
+        })
+    }
+
+    fn take_bytes(&self, bar: &Bar, bytes: u64) -> Result<Range<u64>> {
         self.device.check()?;
         let mut state = self.state.lock();
         state.open(bar)?;
         if bar.bound().is_some() {
-            let text = format!("VBAR {} is bound: it has no room for allocations", bar.id);
+            let text = "a bound VBAR has no room for allocations";
             return Err(Error::new(ErrorCode::InvalidArgument, text));
         }
         let range = bar.allocate(bytes)?;
@@ -246,6 +271,11 @@ impl Pager {
     /// # Errors
     /// As `free_memory`.
     pub fn set_watermark(&self, bar: &Arc<Bar>, pages: u32) -> Result<()> {
+        let set = self.change_watermark(bar, pages);
+        set.map_err(|error| self.told(error, format_args!("watermark {pages} of VBAR {}", bar.id)))
+    }
+
+    fn change_watermark(&self, bar: &Arc<Bar>, pages: u32) -> Result<()> {
         self.device.check()?;
         let pages = pages.min(bar.table.page_count());
         let above = {
@@ -269,7 +299,12 @@ impl Pager {
     /// `DeviceLost`, `ProcessEnding`, `TimedOut` or `Cancelled` of a wait for the context, or what
     /// the driver says; the budget is set all the same.
     pub fn set_budget(&self, bytes: Option<u64>) -> Result<()> {
-        self.change_budget(|state| state.budget.set_limit(bytes), WithoutEvent::Synchronize)
+        let set =
+            self.change_budget(|state| state.budget.set_limit(bytes), WithoutEvent::Synchronize);
+        set.map_err(|error| match bytes {
+            Some(bytes) => self.told(error, format_args!("setting the budget to {bytes} bytes")),
+            None => self.told(error, "lifting the budget's limit"),
+        })
     }
 
     /// Sets the headroom, in bytes; as [`Pager::set_budget`].
@@ -277,7 +312,9 @@ impl Pager {
     /// # Errors
     /// As [`Pager::set_budget`].
     pub fn set_headroom(&self, bytes: u64) -> Result<()> {
-        self.change_budget(|state| state.budget.set_headroom(bytes), WithoutEvent::Synchronize)
+        let set =
+            self.change_budget(|state| state.budget.set_headroom(bytes), WithoutEvent::Synchronize);
+        set.map_err(|error| self.told(error, format_args!("setting the headroom to {bytes} bytes")))
     }
 
     /// Explicit budget and headroom as they were set, in bytes.
@@ -296,7 +333,7 @@ impl Pager {
         self.device.check()?;
         let _scope = self.device.enter()?;
         self.poll_budget(Poll::Now)?;
-        self.reap()?;
+        self.reap_now()?;
         self.shrink_now(without)
     }
 
@@ -306,7 +343,8 @@ impl Pager {
     /// # Errors
     /// As [`Pager::set_budget`].
     pub fn refresh(&self) -> Result<()> {
-        self.change_budget(|_| (), WithoutEvent::Synchronize)
+        let noticed = self.change_budget(|_| (), WithoutEvent::Synchronize);
+        noticed.map_err(|error| self.told(error, "looking at the budget"))
     }
 
     /// As [`Pager::refresh`], on a thread of the library's own: it never waits inside the driver.
@@ -314,7 +352,8 @@ impl Pager {
     /// # Errors
     /// As [`Pager::set_budget`].
     pub fn relieve(&self) -> Result<()> {
-        self.change_budget(|_| (), WithoutEvent::Refuse)
+        let noticed = self.change_budget(|_| (), WithoutEvent::Refuse);
+        noticed.map_err(|error| self.told(error, "looking at the budget"))
     }
 
     /// Ends a run of a VBAR: records a fence on the stream, lifts the floor, lets the watermark
@@ -324,10 +363,17 @@ impl Pager {
     /// `Closed`, `DeviceLost`, `ProcessEnding`, and what the driver says of the stream.
     pub fn end_of_run(
         &self,
-        bar: &Arc<Bar>,
+        bar: &Bar,
         stream: Stream,
         held: HeldPins,
     ) -> Result<Vec<(PageIndex, u32)>> {
+        let ended = self.end_run(bar, stream, held);
+        ended.map_err(|error| {
+            self.told(error, format_args!("end of run of VBAR {} on {stream:?}", bar.id))
+        })
+    }
+
+    fn end_run(&self, bar: &Bar, stream: Stream, held: HeldPins) -> Result<Vec<(PageIndex, u32)>> {
         self.device.check()?;
         bar.check_open()?;
         let _scope = self.device.enter()?;
@@ -401,6 +447,8 @@ impl Pager {
             peak_bytes: bytes(state.frames.peak()),
             free_bytes: bytes(state.frames.free_count()),
             quarantined_bytes: bytes(state.frames.quarantined()),
+            poison_bytes: bytes(u32::from(state.poison_frame().is_some())),
+            poisoned_pages: u64::from(state.poisoned_pages()),
             budget_bytes,
             budget_source,
             resident_pages: state.bars.values().map(|entry| entry.resident.len() as u64).sum(),

@@ -10,8 +10,10 @@ mod act;
 mod close;
 mod hold;
 mod marks;
+mod messages;
 mod patience;
 mod plan;
+mod poison;
 mod reclaim;
 mod release;
 mod state;
@@ -95,7 +97,7 @@ impl Pager {
         let headroom = options.headroom_bytes.unwrap_or(HEADROOM_DEFAULT);
         let budget = Budget::new(options.budget_bytes, headroom, page_bytes, jitter);
         Self {
-            state: Mutex::new(State::new(budget)),
+            state: Mutex::new(State::new(budget, options.poison)),
             changed: Condvar::new(),
             filler: Mutex::new(None),
             reclaim: Mutex::new(None),
@@ -129,6 +131,14 @@ impl Pager {
     /// As [`Pager::fault`].
     #[inline(always)]
     pub fn hit(&self, bar: &Arc<Bar>, pages: &Range<u32>, stream: Stream) -> Result<Option<Hit>> {
+        match self.plain_hit(bar, pages, stream) {
+            Err(error) => Err(self.fault_failed(error, &[Request { bar, pages: pages.clone() }])),
+            hit => hit,
+        }
+    }
+
+    #[inline(always)]
+    fn plain_hit(&self, bar: &Arc<Bar>, pages: &Range<u32>, stream: Stream) -> Result<Option<Hit>> {
         if pages.len() != 1 || stream.is_implicit() || bar.is_closed() {
             return Ok(None);
         }
@@ -157,6 +167,16 @@ impl Pager {
     /// As there.
     #[inline(never)]
     pub fn fault_otherwise(
+        &self,
+        bar: &Arc<Bar>,
+        pages: Range<u32>,
+        stream: Stream,
+    ) -> Result<Faulted<Hold>> {
+        let faulted = self.fault_range(bar, pages.clone(), stream);
+        faulted.map_err(|error| self.fault_failed(error, &[Request { bar, pages }]))
+    }
+
+    fn fault_range(
         &self,
         bar: &Arc<Bar>,
         pages: Range<u32>,
@@ -197,8 +217,8 @@ impl Pager {
         requests: &[Request<'_>],
         stream: Stream,
     ) -> Result<Faulted<Vec<Hold>>> {
-        self.device.check()?;
-        self.fault_slowly(requests, stream)
+        let faulted = self.device.check().and_then(|()| self.fault_slowly(requests, stream));
+        faulted.map_err(|error| self.fault_failed(error, requests))
     }
 
     /// Pins every page of the range if all are mapped. The flag says whether the stream comes
@@ -439,6 +459,7 @@ impl Pager {
                 self.reap_now()?;
                 self.shrink()?;
             }
+            self.prepare_poison();
             let planned = {
                 let mut state = self.state.lock();
                 for request in requests {
@@ -543,14 +564,14 @@ impl Pager {
     /// # Errors
     /// `HostMemory`, or what the driver says.
     pub fn prepare_filler(&self) -> Result<()> {
-        let _scope = self.device.enter()?;
-        self.filler().map(|_| ())
+        let made = self.device.enter().and_then(|_scope| self.filler());
+        made.map(drop).map_err(|error| self.told(error, "staging ring and fill stream"))
     }
 }
 
 #[cold]
 fn too_many_pins() -> Error {
-    Error::new(ErrorCode::TooManyPins, "a page has as many pins as can be counted (65535)")
+    Error::new(ErrorCode::TooManyPins, "one has as many pins as can be counted (65535)")
 }
 
 /// When to ask the driver for its free memory.

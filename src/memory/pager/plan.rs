@@ -213,7 +213,7 @@ fn protect_resident<'a>(state: &State, device: &Device, items: &[Request<'a>]) -
                     continue;
                 }
                 Pin::Full => {
-                    let text = format!("page {index} has as many pins as can be counted");
+                    let text = format!("page {index} has as many pins as can be counted (65535)");
                     return Err(Error::new(ErrorCode::TooManyPins, text));
                 }
                 Pin::Absent(word) => word,
@@ -286,7 +286,7 @@ fn take_frames(
     let own = search.victims(state, items);
     let Search { takes, blocked, .. } = search;
     if takes.len() < needed {
-        let allowed = state.budget.allowed().0 / device.options.page_size.bytes();
+        let allowed = state.allowed_pages(device.options.page_size);
         untake(state, takes);
         // What the request has already counts: it cannot give way to the rest of it.
         let own: HashSet<_> = protected.iter().map(|own| (own.bar.id, own.page)).collect();

@@ -11,7 +11,6 @@ use super::state::{Destination, Lingering, LingeringFrame, State};
 use crate::counters;
 use crate::error::{ErrorCode, Result};
 use crate::memory::frames::FrameIndex;
-use crate::memory::page_table::PageState;
 use crate::memory::vbar::Bar;
 use crate::outcome::WaitKind;
 use crate::sync::context::WithoutEvent;
@@ -110,7 +109,7 @@ impl Pager {
             }
             return false;
         }
-        victim.entry().settle(PageState::Absent);
+        self.settle_unmapped(&victim.bar, victim.page);
         let mut state = self.state.lock();
         let Some((frame, destination)) = frame else {
             let handle = state.frames.drop_old_mapping(victim.frame);
@@ -130,6 +129,10 @@ impl Pager {
     /// Brings the frames held back to the budget, as far as pins and fences allow, waiting for
     /// neither: free frames first, then pages in order of rank. Says what is in the way of more.
     pub(super) fn shrink(&self) -> Result<Excess> {
+        if self.is_poison_too_much() {
+            let _scope = self.device.enter()?;
+            self.give_up_poison();
+        }
         if self.state.lock().excess(self.page_bytes()) == 0 {
             return Ok(Excess::None);
         }
@@ -152,10 +155,12 @@ impl Pager {
             self.release_handle(handle);
         }
         self.part_or_linger(pages, Destination::Driver);
+        // What only helps to find faults gives way when the rest cannot.
+        let given_up = if missing > 0 { self.give_up_poison() } else { 0 };
         self.changed.notify_all();
         // A released frame's memory lives on behind an old mapping that nobody needs any more.
         self.reap()?;
-        Ok(match missing {
+        Ok(match missing.saturating_sub(given_up) {
             0 => Excess::None,
             _ if blocked.unknown > 0 => Excess::Unknown,
             _ => Excess::InUse,
@@ -230,7 +235,10 @@ impl Pager {
     /// # Errors
     /// `Closed`, `DeviceLost`, `ProcessEnding`, `Cancelled`, or what the driver says.
     pub fn free_memory(&self, bar: &Arc<Bar>, bytes: u64) -> Result<Freed> {
-        self.free_from(bar, 0, bytes)
+        let freed = self.free_from(bar, 0, bytes);
+        freed.map_err(|error| {
+            self.told(error, format_args!("freeing {bytes} bytes of VBAR {}", bar.id))
+        })
     }
 
     /// As [`Pager::free_memory`], of pages from `first` on only.
@@ -250,10 +258,15 @@ impl Pager {
     /// # Errors
     /// As [`Pager::free_memory`].
     pub fn free_device_memory(&self, bytes: u64) -> Result<Freed> {
+        let freed = self.free_any(bytes);
+        freed.map_err(|error| self.told(error, format_args!("freeing {bytes} bytes")))
+    }
+
+    fn free_any(&self, bytes: u64) -> Result<Freed> {
         let trimmed = {
             let count = self.wanted_pages(bytes);
             let held = u64::from(self.state.lock().frames.held()) * self.page_bytes();
-            self.trim(held.saturating_sub(u64::from(count) * self.page_bytes()))?
+            self.trim_free(held.saturating_sub(u64::from(count) * self.page_bytes()))?
         };
         if trimmed >= bytes {
             return Ok(Freed { bytes: trimmed, shortfall: None });
@@ -381,11 +394,26 @@ impl Pager {
     }
 
     /// Releases free frames to the driver until at most `keep_bytes` of frames are held or no free
-    /// frame whose users have passed is left. Returns the bytes released.
+    /// frame whose users have passed is left; last the poison, if there is no page that it is or
+    /// could be behind. Returns the bytes released.
     ///
     /// # Errors
     /// `DeviceLost`, `ProcessEnding`, `Cancelled`, or what the driver says.
     pub fn trim(&self, keep_bytes: u64) -> Result<u64> {
+        let trim = || {
+            let trimmed = self.trim_free(keep_bytes)?;
+            let _scope = self.device.enter()?;
+            let poison = self.trim_poison(self.kept_pages(keep_bytes));
+            Ok(trimmed + u64::from(poison) * self.page_bytes())
+        };
+        trim().map_err(|error| self.told(error, format_args!("trimming to {keep_bytes} bytes")))
+    }
+
+    fn kept_pages(&self, bytes: u64) -> u32 {
+        bytes.div_ceil(self.page_bytes()).min(u64::from(u32::MAX)) as u32
+    }
+
+    fn trim_free(&self, keep_bytes: u64) -> Result<u64> {
         self.device.check()?;
         let _scope = self.device.enter()?;
         self.reap_now()?;
@@ -398,15 +426,14 @@ impl Pager {
             }
             self.reap_now()?;
         }
-        let page_bytes = self.page_bytes();
         let handles = {
             let mut state = self.state.lock();
-            let keep = keep_bytes.div_ceil(page_bytes).min(u64::from(u32::MAX)) as u32;
+            let keep = self.kept_pages(keep_bytes);
             let count = state.frames.held().saturating_sub(keep);
             take_passed_free(&mut state, self, count)
         };
         let released = handles.into_iter().filter(|handle| self.release_handle(*handle));
-        Ok(released.count() as u64 * page_bytes)
+        Ok(released.count() as u64 * self.page_bytes())
     }
 
     /// Frames by the table, and mappings by the words: for tests.

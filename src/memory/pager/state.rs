@@ -8,6 +8,7 @@ use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use super::poison::Store;
 use crate::driver::FrameHandle;
 use crate::error::Result;
 use crate::memory::budget::Budget;
@@ -15,6 +16,7 @@ use crate::memory::frames::{FrameIndex, Frames};
 use crate::memory::page_table::PageState;
 use crate::memory::policy::{Healing, Rank};
 use crate::memory::vbar::Bar;
+use crate::options::Poison;
 use crate::sync::ticket::Ticket;
 use crate::units::{PageIndex, PageSize};
 
@@ -72,6 +74,8 @@ pub(super) enum Destination {
 
 /// See the module's text.
 pub(super) struct State {
+    /// What is mapped behind evicted pages.
+    pub(super) poison: Store,
     pub(super) frames: Frames,
     pub(super) budget: Budget,
     pub(super) polled_at: Option<Instant>,
@@ -95,8 +99,9 @@ pub(super) struct State {
 }
 
 impl State {
-    pub(super) fn new(budget: Budget) -> Self {
+    pub(super) fn new(budget: Budget, poison: Poison) -> Self {
         Self {
+            poison: Store::new(poison),
             frames: Frames::default(),
             budget,
             polled_at: None,
@@ -227,13 +232,19 @@ impl State {
         }
     }
 
-    /// Frames that the budget allows in all.
+    /// Pages that the budget allows in all.
     pub(super) fn allowed_pages(&self, page_size: PageSize) -> u64 {
-        self.budget.allowed().0 / page_size.bytes()
+        let page_bytes = page_size.bytes();
+        self.budget.allowed().0 / page_bytes - u64::from(self.poison_share(page_bytes))
+    }
+
+    /// Frames that may still be created for pages under the budget.
+    pub(super) fn creatable(&self, page_bytes: u64) -> u32 {
+        self.room(page_bytes).saturating_sub(self.poison_reserve(page_bytes))
     }
 
     /// Frames that may still be created under the budget.
-    pub(super) fn creatable(&self, page_bytes: u64) -> u32 {
+    pub(super) fn room(&self, page_bytes: u64) -> u32 {
         let allowed = (self.budget.allowed().0 / page_bytes).min(u64::from(u32::MAX)) as u32;
         allowed.saturating_sub(self.frames.held())
     }
@@ -254,6 +265,7 @@ impl State {
     pub(super) fn is_valid(&self) -> bool {
         let closing = self.bars.values().filter(|entry| entry.life != Life::Open).count();
         self.frames.is_valid()
+            && self.is_poison_valid()
             && closing == self.closing as usize
             && self.bars.values().all(|entry| {
                 let mapped = entry.resident.iter().all(|page| {

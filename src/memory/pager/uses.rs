@@ -5,6 +5,7 @@
 
 use std::sync::Arc;
 
+use super::messages::PagesOf;
 use super::{Generations, Hold, Pager};
 use crate::driver::{CaptureState, DriverError};
 use crate::error::{Error, ErrorCode, Result};
@@ -112,6 +113,13 @@ impl Pager {
     /// What the driver says of the stream; `Unsupported` for one that is being captured, and for
     /// no stream.
     pub fn also_used_on(&self, bar: &Bar, hold: &Hold, stream: Stream) -> Result<Ticket> {
+        self.record_use(bar, hold, stream).map_err(|error| {
+            let pages = PagesOf(bar, &hold.pages);
+            self.told(error, format_args!("use of {pages} on {stream:?}"))
+        })
+    }
+
+    fn record_use(&self, bar: &Bar, hold: &Hold, stream: Stream) -> Result<Ticket> {
         self.device.check()?;
         let _scope = self.device.enter()?;
         if let (CaptureState::None, Some(slot)) = self.device.inspect(stream)? {
@@ -188,7 +196,9 @@ impl Pager {
         if bar.is_closed() {
             self.tidy_closed(bar);
         }
-        unpinned
+        unpinned.map_err(|error| {
+            self.told(error, format_args!("unpinning {}", PagesOf(bar, &hold.pages)))
+        })
     }
 
     fn drop_many(&self, bar: &Bar, hold: &Hold) -> Result<()> {
