@@ -1009,6 +1009,12 @@ typedef struct VbarRange {
 } VbarRange;
 
 /*
+ Asked on the thread that waits, about every 5 ms while it waits, with no lock held; anything but
+ 0 ends the wait with `VBAR_STATUS_CANCELLED`. It must not throw or jump out.
+ */
+typedef int32_t (*VbarWaitCheck)(void *user);
+
+/*
  A safetensors model, bound to a VBAR of its own. 0 is none; ids are never used again.
  */
 typedef struct VbarModel {
@@ -1528,6 +1534,25 @@ VbarStatus vbar_token_also_used_on(struct VbarToken token, VbarStream stream);
  (`VBAR_STREAM_NONE`: they are in place). The token keeps its pins. Thread-safe.
  */
 VbarStatus vbar_token_commit(struct VbarToken token, VbarStream stream);
+
+/*
+ Sets the longest time that one call waits for anything, in milliseconds, for waits that start
+ afterwards. Thread-safe.
+ */
+VbarStatus vbar_device_set_wait_timeout(struct VbarDevice device, uint64_t milliseconds);
+
+/*
+ Has the calling thread's waits ask `check`; NULL ends that. It concerns this thread alone, on
+ all devices. Thread-safe.
+ The thread may call `check` with `user` until another one is set, or it ends.
+ */
+VbarStatus vbar_thread_set_wait_check(VbarWaitCheck check, void *user);
+
+/*
+ Ends every wait that is under way on the device with `VBAR_STATUS_CANCELLED`; later ones are not
+ touched. Thread-safe; for another thread than the one that waits.
+ */
+VbarStatus vbar_device_cancel_waits(struct VbarDevice device);
 
 /*
  Opens a safetensors model (a file, a sharded model's index, or a folder) and binds it to a VBAR

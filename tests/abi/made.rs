@@ -25,6 +25,7 @@ pub(crate) const HEADERS: &[Header] = &[
             "allocation",
             "fault",
             "token",
+            "wait",
             "model",
             "statistics",
             "wait",

@@ -1,0 +1,578 @@
+// vbar for C++17: devices, VBARs, allocations, models and guards that clean up after themselves.
+//
+// Header-only over vbar.h: link with -lvbar, nothing else. What a call means is said in vbar.h;
+// this says who owns what.
+//
+// Ownership. `Device`, `Bar`, `Model`, `Guard` and `Fill` own: they move, are not copied, and give
+// back when they end. Each keeps alive in the library what it needs, so they may end in any order.
+// `BarView` and `Allocation` are copyable names of what a `Bar` or `Model` owns. Using what was
+// moved from, or a name whose owner is gone, is `Status::stale_handle` and never undefined.
+// Destructors throw nothing and never wait.
+//
+// Failure, two styles. `try_fault(...)` returns a `Result<Fault>`, `fault(...)` a `Fault` or throws
+// `Error`, and so for every pair. With -fno-exceptions there are only the first; -fno-rtti is fine.
+// That a range is offloaded, must be refilled or is being filled is no failure: see `Fault`.
+//
+// Threads. What is const here may be called by any number of threads at once on one object. Moving,
+// assigning, closing and ending an object are for one thread at a time, as with any C++ object; it
+// need not be the thread that made it.
+//
+// Cost. A hit allocates nothing and locks nothing: a fault, and the end of its guard, are the two C
+// calls `vbar_bar_fault` and `vbar_token_unpin` with their arguments.
+//
+// SPDX-License-Identifier: MIT OR Apache-2.0
+
+#ifndef VBAR_HPP
+#define VBAR_HPP
+
+#include <vector>
+
+#include "vbar_fault.hpp"
+#include "vbar_log.hpp"
+#include "vbar_types.hpp"
+
+namespace vbar {
+inline namespace VBAR_FAILURES {
+
+// A piece of a VBAR whose bytes the program writes itself: a name, which ends with the VBAR.
+class Allocation {
+public:
+    // Names nothing.
+    Allocation() noexcept = default;
+
+    // Device address of the first byte, which never changes.
+    [[nodiscard]] std::uint64_t address() const noexcept { return address_; }
+    [[nodiscard]] std::uint64_t bytes() const noexcept { return bytes_; }
+    // Its first byte in the VBAR.
+    [[nodiscard]] std::uint64_t bar_offset() const noexcept { return bar_offset_; }
+    [[nodiscard]] VbarAllocation get() const noexcept { return allocation_; }
+
+    // Makes it resident for work on `stream`, which on a refill is the one that will write.
+    // Errors: stale_handle, timed_out, cancelled, too_many_pins, device_lost, process_ending, what
+    // the driver says. Nothing is pinned then.
+    Result<Fault> try_fault(Stream stream) const {
+        return detail::tried(stream, vbar_allocation_fault, allocation_, stream.get());
+    }
+    // As try_fault, waiting while another caller fills.
+    Result<Fault> try_fault_wait(Stream stream) const {
+        return detail::tried(stream, vbar_allocation_fault_wait, allocation_, stream.get());
+    }
+    // Declares the bytes no good: the next fault asks for a refill. Give guards back first.
+    Result<void> try_invalidate() const {
+        return Result<void>::of(vbar_allocation_invalidate(allocation_));
+    }
+#if VBAR_HAS_EXCEPTIONS
+    Fault fault(Stream stream) const {
+        return detail::served(stream, vbar_allocation_fault, allocation_, stream.get());
+    }
+    Fault fault_wait(Stream stream) const {
+        return detail::served(stream, vbar_allocation_fault_wait, allocation_, stream.get());
+    }
+    void invalidate() const { try_invalidate().value(); }
+#endif
+
+private:
+    friend class BarView;
+
+
+    VbarAllocation allocation_{};
+    std::uint64_t address_ = 0;
+    std::uint64_t bar_offset_ = 0;
+    std::uint64_t bytes_ = 0;
+};
+
+// What a VBAR is filled from, and which bytes go where: see `BarView::try_bind`.
+[[nodiscard]] inline VbarBindSource file_at(const char *path) noexcept {
+    return VbarBindSource{path, -1, 0};
+}
+// An open descriptor, of which the library keeps a duplicate.
+[[nodiscard]] inline VbarBindSource file_of(int descriptor) noexcept {
+    return VbarBindSource{nullptr, descriptor, 0};
+}
+// `bytes` from `source_offset` of the source with that index, at `bar_offset` of the VBAR.
+[[nodiscard]] inline VbarBindSegment segment(std::uint64_t bar_offset, std::uint64_t source_offset,
+                                             std::uint64_t bytes,
+                                             std::uint32_t source = 0) noexcept {
+    return VbarBindSegment{bar_offset, source_offset, bytes, source, 0};
+}
+
+// The name of a VBAR that a `Bar` or a `Model` owns.
+class BarView {
+public:
+    // Names nothing.
+    BarView() noexcept = default;
+    explicit BarView(VbarBar bar) noexcept : bar_(bar) {}
+
+    [[nodiscard]] VbarBar get() const noexcept { return bar_; }
+    // Bytes of it, for `Device::try_fault_many`.
+    [[nodiscard]] VbarRange range(std::uint64_t offset, std::uint64_t bytes) const noexcept {
+        return VbarRange{bar_, offset, bytes};
+    }
+
+    // Every call here fails with stale_handle when the VBAR is gone.
+
+    // Address, length, pages and marks.
+    Result<VbarBarInfo> try_info() const {
+        VbarBarInfo info = detail::sized<VbarBarInfo>();
+        if (const VbarStatus status = vbar_bar_info(bar_, &info)) {
+            return Error(status);
+        }
+        return info;
+    }
+    // Binds a VBAR that was never used to files: from now on a fault fills what it maps.
+    // Errors: invalid_argument, io, format.
+    Result<void> try_bind(Span<const VbarBindSource> sources,
+                          Span<const VbarBindSegment> segments) const {
+        return Result<void>::of(vbar_bar_bind(bar_, sources.data(), sources.size(),
+                                              segments.data(), segments.size()));
+    }
+    // Takes the next `bytes` of a VBAR that is not bound, 512-byte aligned.
+    // Errors: no_addresses when they do not fit, invalid_argument on a bound VBAR.
+    Result<Allocation> try_allocate(std::uint64_t bytes) const {
+        Allocation made;
+        VbarStatus status = vbar_bar_allocate(bar_, bytes, &made.allocation_);
+        if (status == VBAR_STATUS_OK) {
+            status = vbar_allocation_place(made.allocation_, &made.address_, &made.bar_offset_,
+                                           &made.bytes_);
+        }
+        if (status != VBAR_STATUS_OK) {
+            return Error(status);
+        }
+        return made;
+    }
+    // Makes `bytes` from `offset` on resident for work on `stream`, and pins them.
+    // Errors: invalid_argument outside the VBAR, io and file_changed of a bound one, timed_out,
+    // cancelled, too_many_pins, device_lost, process_ending, what the driver says.
+    Result<Fault> try_fault(std::uint64_t offset, std::uint64_t bytes, Stream stream) const {
+        return detail::tried(stream, vbar_bar_fault, bar_, offset, bytes, stream.get());
+    }
+    // Makes it the newest of its class and lifts its watermark; makes it the oldest.
+    Result<void> try_prioritise() const { return Result<void>::of(vbar_bar_prioritise(bar_)); }
+    Result<void> try_deprioritise() const { return Result<void>::of(vbar_bar_deprioritise(bar_)); }
+    // 0 at first; a larger class is kept longer.
+    Result<void> try_set_class(std::int32_t rank) const {
+        return Result<void>::of(vbar_bar_set_class(bar_, rank));
+    }
+    // Keeps the first pages from eviction until the end of the run.
+    Result<void> try_set_floor(std::uint32_t page_count) const {
+        return Result<void>::of(vbar_bar_set_floor(bar_, page_count));
+    }
+    // Pages at or above are not faulted in, and freed now unless pinned.
+    Result<void> try_set_watermark(std::uint32_t page_count) const {
+        return Result<void>::of(vbar_bar_set_watermark(bar_, page_count));
+    }
+    // Gives memory back to the driver, from the end down; UINT64_MAX asks for everything. Waits for
+    // fences, never for pins.
+    Result<Freed> try_free_memory(std::uint64_t bytes) const {
+        VbarFreed freed{};
+        if (const VbarStatus status = vbar_bar_free_memory(bar_, bytes, &freed)) {
+            return Error(status);
+        }
+        return Freed{freed.bytes, static_cast<Shortfall>(freed.shortfall), freed.pinned_count};
+    }
+    // Ends a run whose work was enqueued on `stream`, and tells how many pages still had pins. With
+    // `HeldPins::release` their guards are stale: they end as usual, and give nothing back.
+    Result<std::uint32_t> try_end_of_run(Stream stream, HeldPins held = HeldPins::keep) const {
+        std::uint32_t pinned = 0;
+        if (const VbarStatus status = vbar_bar_end_of_run(
+                bar_, stream.get(), static_cast<std::uint32_t>(held), &pinned)) {
+            return Error(status);
+        }
+        return pinned;
+    }
+    // The state of `count` pages from `first` on.
+    Result<std::vector<Page>> try_residency(std::uint32_t first, std::size_t count) const {
+        std::vector<VbarPage> told(count);
+        if (const VbarStatus status = vbar_bar_residency(bar_, first, count, told.data())) {
+            return Error(status);
+        }
+        std::vector<Page> pages;
+        pages.reserve(count);
+        for (const VbarPage &page : told) {
+            pages.push_back({page.generation, static_cast<PageState>(page.state), page.pin_count});
+        }
+        return pages;
+    }
+#if VBAR_HAS_EXCEPTIONS
+    VbarBarInfo info() const { return try_info().value(); }
+    void bind(Span<const VbarBindSource> sources, Span<const VbarBindSegment> segments) const {
+        try_bind(sources, segments).value();
+    }
+    Allocation allocate(std::uint64_t bytes) const { return try_allocate(bytes).value(); }
+    Fault fault(std::uint64_t offset, std::uint64_t bytes, Stream stream) const {
+        return detail::served(stream, vbar_bar_fault, bar_, offset, bytes, stream.get());
+    }
+    void prioritise() const { try_prioritise().value(); }
+    void deprioritise() const { try_deprioritise().value(); }
+    void set_class(std::int32_t rank) const { try_set_class(rank).value(); }
+    void set_floor(std::uint32_t page_count) const { try_set_floor(page_count).value(); }
+    void set_watermark(std::uint32_t page_count) const { try_set_watermark(page_count).value(); }
+    Freed free_memory(std::uint64_t bytes) const { return try_free_memory(bytes).value(); }
+    std::uint32_t end_of_run(Stream stream, HeldPins held = HeldPins::keep) const {
+        return try_end_of_run(stream, held).value();
+    }
+    std::vector<Page> residency(std::uint32_t first, std::size_t count) const {
+        return try_residency(first, count).value();
+    }
+#endif
+
+protected:
+    VbarBar bar_{};
+};
+
+// A VBAR: addresses for one model, memory only where it is needed. Ending it never blocks: its
+// memory goes when the work that uses it is done and its guards are gone.
+class [[nodiscard]] Bar : public BarView {
+public:
+    // Owns nothing.
+    Bar() noexcept = default;
+    // Takes over a VBAR of the C functions.
+    explicit Bar(VbarBar bar) noexcept : BarView(bar) {}
+    Bar(Bar &&other) noexcept : BarView(other.release()) {}
+    Bar &operator=(Bar &&other) noexcept {
+        if (this != &other) {
+            static_cast<void>(close());
+            bar_ = other.release();
+        }
+        return *this;
+    }
+    ~Bar() { static_cast<void>(close()); }
+
+    explicit operator bool() const noexcept { return bar_.id != 0; }
+    // Ends it now and tells how that went; ok where there is nothing to end.
+    [[nodiscard]] Status close() noexcept {
+        const VbarBar bar = release();
+        return bar.id == 0 ? Status::ok : static_cast<Status>(vbar_bar_destroy(bar));
+    }
+    // Ends it and waits until its memory was given back. It is closed also when that fails.
+    // Errors: timed_out, also while guards of it are held; cancelled.
+    Result<void> try_destroy_wait() { return Result<void>::of(vbar_bar_destroy_wait(release())); }
+#if VBAR_HAS_EXCEPTIONS
+    void destroy_wait() { try_destroy_wait().value(); }
+#endif
+    // Hands the VBAR to the caller, who gives it to `vbar_bar_destroy`.
+    [[nodiscard]] VbarBar release() noexcept { return std::exchange(bar_, VbarBar{}); }
+};
+
+// A safetensors model, bound to a VBAR of its own. Ending it is as ending a `Bar`.
+class [[nodiscard]] Model {
+public:
+    // Owns nothing.
+    Model() noexcept = default;
+    // Takes over a model of the C functions.
+    explicit Model(VbarModel model) noexcept : model_(model) {}
+    Model(Model &&other) noexcept : model_(other.release()) {}
+    Model &operator=(Model &&other) noexcept {
+        if (this != &other) {
+            static_cast<void>(close());
+            model_ = other.release();
+        }
+        return *this;
+    }
+    ~Model() { static_cast<void>(close()); }
+
+    explicit operator bool() const noexcept { return model_.id != 0; }
+    [[nodiscard]] VbarModel get() const noexcept { return model_; }
+    // As `Bar::close`. Names, shapes and metadata that were told end with it.
+    [[nodiscard]] Status close() noexcept {
+        const VbarModel model = release();
+        return model.id == 0 ? Status::ok : static_cast<Status>(vbar_model_close(model));
+    }
+    // Hands the model to the caller, who gives it to `vbar_model_close`.
+    [[nodiscard]] VbarModel release() noexcept { return std::exchange(model_, VbarModel{}); }
+
+    // Every call here fails with stale_handle when the model is gone.
+
+    // Tensors, bytes, files.
+    Result<VbarModelInfo> try_info() const {
+        VbarModelInfo info = detail::sized<VbarModelInfo>();
+        if (const VbarStatus status = vbar_model_info(model_, &info)) {
+            return Error(status);
+        }
+        return info;
+    }
+    // Its VBAR, for ranks, marks and memory given back; it ends with the model.
+    Result<BarView> try_bar() const {
+        Result<VbarModelInfo> info = try_info();
+        if (!info) {
+            return Error(info.status(), info.message());
+        }
+        return BarView(info->bar);
+    }
+    // A tensor by its index, from 0, in the natural order of names.
+    // Errors: invalid_argument past the last.
+    Result<Tensor> try_tensor(std::uint64_t index) const {
+        VbarTensor told = detail::sized<VbarTensor>();
+        if (const VbarStatus status = vbar_model_tensor(model_, index, &told)) {
+            return Error(status);
+        }
+        return Tensor{index,
+                      std::string_view(told.name, told.name_bytes),
+                      Span<const std::uint64_t>(told.shape, told.rank),
+                      static_cast<Dtype>(told.dtype),
+                      told.bytes,
+                      told.address,
+                      told.bar_offset,
+                      told.file_offset,
+                      told.file};
+    }
+    // A tensor by its name, UTF-8.
+    // Errors: not_found; invalid_argument for a name with a zero byte.
+    Result<Tensor> try_tensor(const std::string &name) const {
+        if (detail::has_zero(name)) {
+            return detail::zero_inside();
+        }
+        std::uint64_t index = 0;
+        if (const VbarStatus status = vbar_model_find(model_, name.c_str(), &index)) {
+            return Error(status);
+        }
+        return try_tensor(index);
+    }
+    // A value of the model's `__metadata__`, UTF-8; it lives until the model is closed.
+    // Errors: not_found; invalid_argument for a key with a zero byte.
+    Result<const char *> try_metadata(const std::string &key) const {
+        if (detail::has_zero(key)) {
+            return detail::zero_inside();
+        }
+        const char *value = nullptr;
+        if (const VbarStatus status = vbar_model_metadata(model_, key.c_str(), &value)) {
+            return Error(status);
+        }
+        return value;
+    }
+    // Makes a tensor resident for work on `stream`, and pins it. Errors: as `BarView::try_fault`.
+    Result<Fault> try_fault(std::uint64_t index, Stream stream) const {
+        return detail::tried(stream, vbar_model_fault, model_, index, stream.get());
+    }
+    Result<Fault> try_fault(const Tensor &tensor, Stream stream) const {
+        return try_fault(tensor.index, stream);
+    }
+#if VBAR_HAS_EXCEPTIONS
+    VbarModelInfo info() const { return try_info().value(); }
+    BarView bar() const { return try_bar().value(); }
+    std::uint64_t tensor_count() const { return info().tensor_count; }
+    Tensor tensor(std::uint64_t index) const { return try_tensor(index).value(); }
+    Tensor tensor(const std::string &name) const { return try_tensor(name).value(); }
+    const char *metadata(const std::string &key) const { return try_metadata(key).value(); }
+    Fault fault(std::uint64_t index, Stream stream) const {
+        return detail::served(stream, vbar_model_fault, model_, index, stream.get());
+    }
+    Fault fault(const Tensor &tensor, Stream stream) const { return fault(tensor.index, stream); }
+#endif
+
+private:
+    VbarModel model_{};
+};
+
+// An open device. What was made with it lives on when it ends.
+class [[nodiscard]] Device {
+public:
+    // Owns nothing.
+    Device() noexcept = default;
+    // Takes over a device of the C functions.
+    explicit Device(VbarDevice device) noexcept : device_(device) {}
+    Device(Device &&other) noexcept : device_(other.release()) {}
+    Device &operator=(Device &&other) noexcept {
+        if (this != &other) {
+            static_cast<void>(close());
+            device_ = other.release();
+        }
+        return *this;
+    }
+    ~Device() { static_cast<void>(close()); }
+
+    // Opens a device. One that is open already is shared: driver, context and page size must match,
+    // budget, headroom, time-out and threads given again are applied as changes.
+    // Errors: driver_missing, driver, device_not_registered, already_open, invalid_argument;
+    // unsupported for a library of another ABI than this header's.
+    static Result<Device> try_open(const DeviceOptions &options = {});
+
+    explicit operator bool() const noexcept { return device_.id != 0; }
+    [[nodiscard]] VbarDevice get() const noexcept { return device_; }
+    // Ends it now and tells how that went; ok where there is nothing to end.
+    [[nodiscard]] Status close() noexcept {
+        const VbarDevice device = release();
+        return device.id == 0 ? Status::ok : static_cast<Status>(vbar_device_close(device));
+    }
+    // Hands the device to the caller, who gives it to `vbar_device_close`.
+    [[nodiscard]] VbarDevice release() noexcept { return std::exchange(device_, VbarDevice{}); }
+
+    // Every call here fails with stale_handle when the device is closed.
+
+    // Name, driver, context, sizes.
+    Result<VbarDeviceInfo> try_info() const {
+        VbarDeviceInfo info = detail::sized<VbarDeviceInfo>();
+        if (const VbarStatus status = vbar_device_info(device_, &info)) {
+            return Error(status);
+        }
+        return info;
+    }
+    Result<Statistics> try_statistics() const {
+        Statistics statistics{};
+        statistics.size = sizeof(VbarStatistics);
+        if (const VbarStatus status = vbar_device_statistics(device_, &statistics)) {
+            return Error(status);
+        }
+        return statistics;
+    }
+    // A VBAR of `bytes`, rounded up to whole pages: addresses that cost nothing.
+    Result<Bar> try_create_bar(std::uint64_t bytes) const {
+        VbarBar bar{};
+        if (const VbarStatus status = vbar_bar_create(device_, bytes, &bar)) {
+            return Error(status);
+        }
+        return Bar(bar);
+    }
+    // A safetensors model: a file, a sharded model's index, or a folder.
+    // Errors: io, format, no_addresses; invalid_argument for a path with a zero byte.
+    Result<Model> try_open_model(const std::string &path) const {
+        if (detail::has_zero(path)) {
+            return detail::zero_inside();
+        }
+        VbarModel model{};
+        if (const VbarStatus status = vbar_model_open(device_, path.c_str(), &model)) {
+            return Error(status);
+        }
+        return Model(model);
+    }
+    // As try_open_model for one file that is open already, of which the library keeps a duplicate.
+    // `name` is what messages call it.
+    Result<Model> try_open_model(int descriptor, const std::string &name) const {
+        if (detail::has_zero(name)) {
+            return detail::zero_inside();
+        }
+        VbarModel model{};
+        if (const VbarStatus status =
+                vbar_model_open_descriptor(device_, descriptor, name.c_str(), &model)) {
+            return Error(status);
+        }
+        return Model(model);
+    }
+    // Makes several ranges resident for work on `stream`, or none of them.
+    // Errors: as `BarView::try_fault`.
+    Result<Faults> try_fault_many(Span<const VbarRange> ranges, Stream stream) const {
+        // Room first: past the call nothing may fail while tokens have no owner.
+        std::vector<VbarFault> told(ranges.size());
+        std::vector<Guard> guards;
+        guards.reserve(ranges.size());
+        if (const VbarStatus status = vbar_device_fault_many(
+                device_, ranges.data(), ranges.size(), stream.get(), told.data())) {
+            return Error(status);
+        }
+        const VbarFault all{0, 0, 0, {0}, VBAR_OUTCOME_RESIDENT, VBAR_REASON_NONE};
+        const VbarFault &first = told.empty() ? all : told.front();
+        const auto outcome = static_cast<Outcome>(first.outcome);
+        if (outcome == Outcome::resident) {
+            for (const VbarFault &fault : told) {
+                guards.emplace_back(fault, stream);
+            }
+        }
+        return Faults(std::move(guards), outcome, static_cast<Reason>(first.reason));
+    }
+    // The explicit budget in bytes, 0 for an automatic one; memory above it is given back at once.
+    Result<void> try_set_budget(std::uint64_t bytes) const {
+        return Result<void>::of(vbar_device_set_budget(device_, bytes));
+    }
+    // Device memory left free for others, in bytes; 0 is none.
+    Result<void> try_set_headroom(std::uint64_t bytes) const {
+        return Result<void>::of(vbar_device_set_headroom(device_, bytes));
+    }
+    // Both as they were set; what may be held now is in the statistics.
+    Result<Budget> try_budget() const {
+        Budget told{};
+        if (const VbarStatus status =
+                vbar_device_budget(device_, &told.budget_bytes, &told.headroom_bytes)) {
+            return Error(status);
+        }
+        return told;
+    }
+    // Notices pressure now, as the next miss would.
+    Result<void> try_refresh() const { return Result<void>::of(vbar_device_refresh(device_)); }
+    // Gives frames that no page has back until at most `keep_bytes` are held; tells the bytes.
+    Result<std::uint64_t> try_trim(std::uint64_t keep_bytes) const {
+        std::uint64_t freed = 0;
+        if (const VbarStatus status = vbar_device_trim(device_, keep_bytes, &freed)) {
+            return Error(status);
+        }
+        return freed;
+    }
+    // Gives memory of all VBARs back, lowest rank first; as `BarView::try_free_memory`.
+    Result<Freed> try_free_memory(std::uint64_t bytes) const {
+        VbarFreed freed{};
+        if (const VbarStatus status = vbar_device_free_memory(device_, bytes, &freed)) {
+            return Error(status);
+        }
+        return Freed{freed.bytes, static_cast<Shortfall>(freed.shortfall), freed.pinned_count};
+    }
+    // Ends every wait that is under way on the device with `Status::cancelled`.
+    Result<void> try_cancel_waits() const {
+        return Result<void>::of(vbar_device_cancel_waits(device_));
+    }
+    // Call it before a stream is destroyed.
+    Result<void> try_retire_stream(Stream stream) const {
+        return Result<void>::of(vbar_stream_retire(device_, stream.get()));
+    }
+#if VBAR_HAS_EXCEPTIONS
+    static Device open(const DeviceOptions &options = {}) { return try_open(options).value(); }
+    VbarDeviceInfo info() const { return try_info().value(); }
+    Statistics statistics() const { return try_statistics().value(); }
+    Bar create_bar(std::uint64_t bytes) const { return try_create_bar(bytes).value(); }
+    Model open_model(const std::string &path) const { return try_open_model(path).value(); }
+    Model open_model(int descriptor, const std::string &name) const {
+        return try_open_model(descriptor, name).value();
+    }
+    Faults fault_many(Span<const VbarRange> ranges, Stream stream) const {
+        return try_fault_many(ranges, stream).value();
+    }
+    void set_budget(std::uint64_t bytes) const { try_set_budget(bytes).value(); }
+    void set_headroom(std::uint64_t bytes) const { try_set_headroom(bytes).value(); }
+    Budget budget() const { return try_budget().value(); }
+    void refresh() const { try_refresh().value(); }
+    std::uint64_t trim(std::uint64_t keep_bytes) const { return try_trim(keep_bytes).value(); }
+    Freed free_memory(std::uint64_t bytes) const { return try_free_memory(bytes).value(); }
+    void cancel_waits() const { try_cancel_waits().value(); }
+    void retire_stream(Stream stream) const { try_retire_stream(stream).value(); }
+#endif
+
+private:
+    VbarDevice device_{};
+};
+
+inline Result<Device> Device::try_open(const DeviceOptions &options) {
+    if (vbar_abi_version() != VBAR_ABI_VERSION) {
+        return Error(Status::unsupported, "the loaded libvbar has another ABI than vbar.h");
+    }
+    if (detail::has_zero(options.driver)) {
+        return detail::zero_inside();
+    }
+    if (options.wait_timeout.count() < 0) {
+        return Error(Status::invalid_argument, "wait_timeout is negative");
+    }
+    VbarDeviceOptions raw = detail::sized<VbarDeviceOptions>();
+    raw.driver = options.driver.empty() ? nullptr : options.driver.c_str();
+    raw.ordinal = options.ordinal;
+    raw.threads = static_cast<std::uint32_t>(options.threads);
+    raw.budget_bytes = options.budget_bytes;
+    if (options.headroom_bytes) {
+        // In C 0 asks for the default.
+        const std::uint64_t bytes = *options.headroom_bytes;
+        raw.headroom_bytes = bytes == 0 ? VBAR_HEADROOM_NONE : bytes;
+    }
+    raw.page_bytes = options.page_bytes;
+    raw.context = options.context;
+    raw.eviction = static_cast<std::uint32_t>(options.eviction);
+    raw.context_waits = static_cast<std::uint32_t>(options.context_waits);
+    raw.wait_timeout_ms = static_cast<std::uint64_t>(options.wait_timeout.count());
+    raw.staging_slot_count = options.staging_slot_count;
+    raw.poison = static_cast<std::uint32_t>(options.poison);
+    VbarDevice device{};
+    if (const VbarStatus status = vbar_device_open(&raw, &device)) {
+        return Error(status);
+    }
+    return Device(device);
+}
+
+} // namespace VBAR_FAILURES
+} // namespace vbar
+
+#endif // VBAR_HPP

@@ -1,0 +1,184 @@
+// A device: options, information, budget, memory given back, statistics, waits, messages.
+
+#include <atomic>
+#include <mutex>
+#include <thread>
+
+#include "check.hpp"
+
+using check::PAGE;
+using check::Sim;
+using vbar::LogLevel;
+using vbar::Status;
+
+TEST(options_reach_the_library) {
+    vbar::DeviceOptions options = check::small(16);
+    options.budget_bytes = 4 * PAGE;
+    options.headroom_bytes = 2 * PAGE;
+    options.eviction = vbar::Eviction::strict;
+    options.context_waits = vbar::ContextWaits::never;
+    options.wait_timeout = std::chrono::milliseconds(50);
+    options.staging_slot_count = 2;
+    const auto device = vbar::Device::open(options);
+    const VbarDeviceInfo info = device.info();
+    CHECK(info.simulated == 1 && info.page_bytes == PAGE && info.total_bytes == 16 * PAGE);
+    CHECK(info.context && info.ordinal == 0);
+    CHECK_SAYS(info.driver, "simulated");
+    CHECK_EQ(device.budget().budget_bytes, 4 * PAGE);
+    CHECK_EQ(device.budget().headroom_bytes, 2 * PAGE);
+    device.set_headroom(0);
+    device.set_budget(3 * PAGE);
+    CHECK_EQ(device.budget().budget_bytes, 3 * PAGE);
+    CHECK_EQ(device.budget().headroom_bytes, 0U);
+}
+
+TEST(a_headroom_that_is_not_given_is_the_default) {
+    vbar::DeviceOptions options = check::small(16);
+    options.headroom_bytes.reset();
+    const auto device = vbar::Device::open(options);
+    CHECK_EQ(device.budget().budget_bytes, 0U);
+    CHECK_EQ(device.budget().headroom_bytes, 256ULL << 20);
+}
+
+TEST(a_device_opened_twice_is_one) {
+    const auto one = vbar::Device::open(check::small(16));
+    vbar::DeviceOptions options = check::small(16);
+    options.budget_bytes = 2 * PAGE;
+    const auto two = vbar::Device::open(options);
+    CHECK_EQ(one.statistics().budget_bytes, 2 * PAGE);
+    CHECK_EQ(one.statistics().source(), vbar::BudgetSource::limit);
+    const vbar::Bar bar = two.create_bar(PAGE);
+    CHECK_EQ(one.statistics().bar_count, 1U);
+}
+
+TEST(memory_is_counted_and_given_back) {
+    Sim sim(8);
+    const vbar::Bar bar = sim.device.create_bar(8 * PAGE);
+    { CHECK(bar.fault(0, 4 * PAGE, sim.stream)); }
+    { CHECK(bar.fault(0, 4 * PAGE, sim.stream)); }
+    sim.stream.synchronize();
+    vbar::Statistics statistics = sim.device.statistics();
+    CHECK(statistics.used_bytes == 4 * PAGE && statistics.peak_bytes == 4 * PAGE);
+    CHECK(statistics.resident_page_count == 4 && statistics.mapped_page_count == 4);
+    CHECK(statistics.hit_count == 1 && statistics.miss_count == 1);
+    CHECK_EQ(statistics.source(), vbar::BudgetSource::driver_free);
+
+    const auto pinned = bar.fault(0, PAGE, sim.stream);
+    const vbar::Freed freed = sim.device.free_memory(UINT64_MAX);
+    CHECK_EQ(freed.bytes, 3 * PAGE);
+    CHECK_EQ(freed.shortfall, vbar::Shortfall::all_pinned);
+    CHECK_EQ(freed.pinned_count, 1U);
+    CHECK_EQ(sim.device.statistics().evicted_page_count, 3U);
+    CHECK_EQ(sim.device.trim(0), sim.device.statistics().free_bytes);
+    CHECK_EQ(sim.device.statistics().used_bytes, PAGE);
+}
+
+TEST(a_wait_times_out) {
+    vbar::DeviceOptions options = check::small(8);
+    options.wait_timeout = std::chrono::milliseconds(20);
+    const auto device = vbar::Device::open(options);
+    vbar::Bar bar = device.create_bar(PAGE);
+    const vbar::Allocation weight = bar.allocate(PAGE);
+    auto fill = weight.fault(vbar::no_stream);
+    CHECK(fill.refill());
+    CHECK_THROWS(timed_out, weight.fault_wait(vbar::no_stream));
+    const VbarBar closed = bar.get();
+    // The guard keeps the memory; the VBAR is closed all the same.
+    CHECK_THROWS(timed_out, bar.destroy_wait());
+    CHECK(!bar);
+    CHECK_THROWS(stale_handle, vbar::BarView(closed).info());
+}
+
+TEST(a_wait_is_cancelled) {
+    Sim sim;
+    const vbar::Bar bar = sim.device.create_bar(PAGE);
+    const vbar::Allocation weight = bar.allocate(PAGE);
+    auto fill = weight.fault(sim.stream);
+    Status status = Status::ok;
+    std::atomic<bool> done{false};
+    std::thread waiter([&] {
+        status = weight.try_fault_wait(sim.stream).status();
+        done = true;
+    });
+    while (!done) {
+        sim.device.cancel_waits();
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+    waiter.join();
+    CHECK_EQ(status, Status::cancelled);
+}
+
+TEST(a_stream_is_retired) {
+    Sim sim;
+    {
+        const auto stream = vbar::sim::Stream::create(sim.device);
+        const vbar::Bar bar = sim.device.create_bar(PAGE);
+        CHECK(bar.fault(0, PAGE, stream));
+        sim.device.retire_stream(stream);
+    }
+    sim.device.retire_stream(sim.stream);
+}
+
+struct Heard {
+    std::mutex mutex;
+    std::vector<std::string> messages;
+
+    vbar::LogSink sink(LogLevel level) {
+        return vbar::LogSink::install(level, [this](LogLevel, std::string_view text) {
+            const std::lock_guard lock(mutex);
+            messages.emplace_back(text);
+        });
+    }
+    std::size_t count() {
+        const std::lock_guard lock(mutex);
+        return messages.size();
+    }
+};
+
+// Opens and closes a device, which the library has something to say about.
+static void say() { CHECK(vbar::Device::open(check::small(4))); }
+
+TEST(messages_go_to_the_newest_sink_while_it_lives) {
+    Heard one;
+    Heard two;
+    {
+        vbar::LogSink first = one.sink(LogLevel::trace);
+        say();
+        CHECK(one.count() > 0);
+        vbar::LogSink second = two.sink(LogLevel::trace);
+        const std::size_t before = one.count();
+        say();
+        CHECK(two.count() > 0 && one.count() == before);
+        // The end of one that was taken over from takes nothing from the newer one.
+        first = two.sink(LogLevel::trace);
+        const std::size_t so_far = two.count();
+        say();
+        CHECK(two.count() > so_far);
+        vbar::LogSink moved = std::move(first);
+        const std::size_t later = two.count();
+        say();
+        CHECK(two.count() > later);
+    }
+    const std::size_t at_end = two.count();
+    // Nobody hears it now: it waits for who polls.
+    say();
+    CHECK_EQ(two.count(), at_end);
+    const auto message = vbar::poll_log();
+    CHECK(message && message->level != LogLevel::off && !message->text.empty());
+    vbar::set_log_level(LogLevel::off);
+    while (vbar::poll_log()) {
+    }
+    say();
+    CHECK(!vbar::poll_log());
+    const auto nobody = [](LogLevel, std::string_view) {};
+    CHECK_THROWS(invalid_argument, vbar::LogSink::install(static_cast<LogLevel>(77), nobody));
+}
+
+TEST(a_sink_may_call_the_library) {
+    std::string version;
+    const vbar::LogSink sink = vbar::LogSink::install(
+        LogLevel::trace, [&](LogLevel, std::string_view) { version = vbar::version(); });
+    say();
+    CHECK_EQ(version, std::string(vbar::version()));
+    vbar::set_log_level(LogLevel::off);
+}
