@@ -78,7 +78,9 @@ impl Programs {
         let mut compile = Command::new(compiler);
         compile.args(language).args(["-Wall", "-Wextra", "-Werror", "-pedantic", "-g", "-pthread"]);
         compile.current_dir(root()).args(["-I", "include"]).args(sources).arg("-o").arg(&program);
-        compile.args(["-x", "none", "-L"]).arg(self.folder.path()).args(["-lvbar", "-ldl"]);
+        // A program that loads the library itself is not linked to it.
+        compile.args(["-x", "none", "-Wl,--as-needed", "-L"]).arg(self.folder.path());
+        compile.args(["-lvbar", "-ldl"]);
         compile.arg(format!("-Wl,-rpath,{}", self.folder.path().display()));
         run(&mut compile);
         program

@@ -4,7 +4,9 @@
 use std::collections::BTreeSet;
 use std::process::Command;
 
-use crate::built::{Programs, run};
+use vbar::driver::sim::Verb;
+
+use crate::built::{Programs, library, run};
 use crate::{declared_functions, headers};
 
 const HOSTILE: &[&str] = &[
@@ -35,4 +37,54 @@ fn every_function_has_a_hostile_case() {
 #[test]
 fn hostile_calls_come_back_with_a_status_and_change_nothing() {
     check_program(HOSTILE);
+}
+
+#[test]
+fn structs_grow_in_both_directions() {
+    check_program(&["tests/abi/sizes.c"]);
+}
+
+#[test]
+fn scenarios_4_and_5_ids_are_closed_once() {
+    check_program(&["tests/abi/life.c"]);
+}
+
+#[test]
+fn threads_without_a_context_may_call_everything() {
+    check_program(&["tests/abi/threads.c"]);
+}
+
+#[test]
+fn scenario_38_files_that_do_not_stay_as_they_were() {
+    check_program(&["tests/abi/files.c"]);
+}
+
+#[test]
+fn scenario_32_addresses_are_what_they_cost() {
+    check_program(&["tests/abi/addresses.c"]);
+}
+
+#[test]
+fn processes_end_and_fork_with_everything_open() {
+    check_program(&["tests/abi/process.c"]);
+}
+
+#[test]
+fn messages_are_delivered_with_no_lock_held() {
+    check_program(&["tests/abi/log.c"]);
+}
+
+#[test]
+fn every_call_of_the_driver_may_fail() {
+    let programs = Programs::new();
+    let program = programs.compile("failing", &["tests/abi/failing.c"]);
+    let verbs = Verb::ALL.iter().map(|verb| verb.name());
+    run(Command::new(program).arg(programs.path()).args(verbs));
+}
+
+#[test]
+fn a_library_that_is_unloaded_stays() {
+    let programs = Programs::new();
+    let program = programs.compile("reload", &["tests/abi/reload.c"]);
+    run(Command::new(program).arg(library()));
 }
