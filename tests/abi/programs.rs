@@ -2,11 +2,14 @@
 //! device, and believed only when they say so themselves.
 
 use std::collections::BTreeSet;
+use std::path::PathBuf;
 use std::process::Command;
 
 use vbar::driver::sim::Verb;
+use vbar::host::model_files::Model;
+use vbar::model::synth::synthesize;
 
-use crate::built::{Programs, library, run};
+use crate::built::{Programs, library, root, run};
 use crate::{declared_functions, headers};
 
 const HOSTILE: &[&str] = &[
@@ -87,4 +90,74 @@ fn a_library_that_is_unloaded_stays() {
     let programs = Programs::new();
     let program = programs.compile("reload", &["tests/abi/reload.c"]);
     run(Command::new(program).arg(library()));
+}
+
+/// A simulated device that holds the default headroom and what an example needs.
+const EXAMPLE_DRIVER: &str = "sim:capacity=512M";
+
+/// The number before a word that an engine prints.
+#[track_caller]
+fn number_before(printed: &str, words: &str) -> u64 {
+    let at = printed.find(words).unwrap_or_else(|| panic!("no '{words}' in:\n{printed}"));
+    let number = printed[..at].trim_end().rsplit(|c: char| !c.is_ascii_digit()).next();
+    number.unwrap().parse().unwrap_or_else(|_| panic!("no number before '{words}':\n{printed}"))
+}
+
+/// What an engine prints: that it streamed, fell back to the host, and was right.
+#[track_caller]
+fn check_engine(printed: &str) {
+    assert!(printed.contains("simulated device in host memory"), "{printed}");
+    assert!(printed.lines().last() == Some("all results are right"), "{printed}");
+    assert_eq!(printed.matches("0 of 2 results wrong").count(), 4, "{printed}");
+    for words in ["layers on the device", "on the host", "misses", "pages evicted"] {
+        assert!(number_before(printed, words) > 0, "{words}: {printed}");
+    }
+}
+
+/// An example in Rust, built now if it is not.
+fn example(name: &str) -> PathBuf {
+    let profile = if cfg!(debug_assertions) { "dev" } else { "release" };
+    let cargo = ["build", "--quiet", "--profile", profile, "--example", name];
+    run(Command::new(env!("CARGO")).current_dir(root()).args(cargo));
+    library().parent().unwrap().with_file_name("examples").join(name)
+}
+
+#[test]
+fn the_engine_in_c_streams_a_model_and_is_right() {
+    let programs = Programs::new();
+    let program = programs.compile("engine", &["examples/engine.c"]);
+    check_engine(&run(Command::new(&program).env("VBAR_DRIVER", EXAMPLE_DRIVER)));
+    // A model of somebody else, shaped as models are.
+    let path = programs.path().join("model.safetensors");
+    synthesize(&path, 24 << 20, 7).unwrap();
+    let printed = run(Command::new(&program).arg(&path).env("VBAR_DRIVER", EXAMPLE_DRIVER));
+    assert!(printed.ends_with("all results are right\n"), "{printed}");
+    assert!(number_before(&printed, "pages evicted") > 0, "{printed}");
+}
+
+#[test]
+fn the_engine_in_rust_streams_a_model_and_is_right() {
+    check_engine(&run(Command::new(example("engine")).env("VBAR_DRIVER", EXAMPLE_DRIVER)));
+}
+
+#[test]
+fn the_smallest_program_in_c_is_short_and_faults_every_tensor() {
+    let source = std::fs::read_to_string(root().join("examples/smallest.c")).unwrap();
+    assert!(source.lines().count() <= 30, "{} lines", source.lines().count());
+    let programs = Programs::new();
+    let program = programs.compile("smallest", &["examples/smallest.c"]);
+    let path = programs.path().join("model.safetensors");
+    synthesize(&path, 1 << 20, 7).unwrap();
+    let tensors = Model::open(&path).unwrap().tensors().len();
+    let printed = run(Command::new(&program).arg(&path).env("VBAR_DRIVER", EXAMPLE_DRIVER));
+    assert_eq!(printed.lines().filter(|line| line.contains(" bytes at 0x")).count(), tensors);
+    let failed = Command::new(&program).env("VBAR_DRIVER", EXAMPLE_DRIVER).output().unwrap();
+    assert_eq!(failed.status.code(), Some(1));
+    assert_eq!(String::from_utf8(failed.stderr).unwrap(), "a path is NULL\n");
+}
+
+#[test]
+fn the_smallest_program_in_rust_refills_what_was_evicted() {
+    let printed = run(Command::new(example("smallest")).env("VBAR_DRIVER", EXAMPLE_DRIVER));
+    assert_eq!(printed.matches("the bytes must be written").count(), 2, "{printed}");
 }
