@@ -2,38 +2,17 @@
 
 #![expect(clippy::unwrap_used, reason = "in a test a panic is the report")]
 
+#[path = "abi/built.rs"]
+mod built;
 #[path = "abi/made.rs"]
 mod made;
+#[path = "abi/programs.rs"]
+mod programs;
 
 use std::collections::BTreeSet;
-use std::path::{Path, PathBuf};
 use std::process::Command;
 
-fn root() -> &'static Path {
-    Path::new(env!("CARGO_MANIFEST_DIR"))
-}
-
-/// The library that cargo built beside this test.
-fn library() -> PathBuf {
-    let folder = std::env::current_exe().unwrap().parent().unwrap().to_owned();
-    let library = folder.join("libvbar.so");
-    assert!(library.exists(), "{} was not built", library.display());
-    library
-}
-
-#[track_caller]
-fn run(command: &mut Command) -> String {
-    let output = command.output().unwrap_or_else(|error| panic!("{command:?}: {error}"));
-    let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
-    assert!(
-        output.status.success(),
-        "{command:?}: {}\n{}{}",
-        output.status,
-        text(&output.stdout),
-        text(&output.stderr)
-    );
-    text(&output.stdout)
-}
+use built::{Programs, library, root, run};
 
 #[test]
 fn the_headers_are_those_that_cbindgen_makes() {
@@ -42,6 +21,12 @@ fn the_headers_are_those_that_cbindgen_makes() {
         let committed = std::fs::read_to_string(root().join("include").join(header.name)).unwrap();
         assert!(fresh == committed, "include/{}: run `make header`", header.name);
     }
+}
+
+/// The text of both headers.
+fn headers() -> String {
+    let read = |header: &made::Header| root().join("include").join(header.name);
+    made::HEADERS.iter().map(|header| std::fs::read_to_string(read(header)).unwrap()).collect()
 }
 
 /// Names of the functions of a header: what stands before the bracket of a declaration.
@@ -64,38 +49,21 @@ fn declared_functions(header: &str) -> BTreeSet<&str> {
 #[test]
 fn the_library_exports_what_the_header_declares() {
     let symbols = run(Command::new("nm").args(["-D", "--defined-only"]).arg(library()));
-    let exported: BTreeSet<&str> = symbols
-        .lines()
-        .filter_map(|line| line.split_whitespace().last())
-        .filter(|name| name.starts_with("vbar"))
-        .collect();
-    let headers: String = made::HEADERS
-        .iter()
-        .map(|header| std::fs::read_to_string(root().join("include").join(header.name)).unwrap())
-        .collect();
-    assert_eq!(exported, declared_functions(&headers));
+    let exported: BTreeSet<&str> =
+        symbols.lines().filter_map(|line| line.split_whitespace().last()).collect();
+    assert_eq!(exported, declared_functions(&headers()));
 }
 
-fn check_compiles_and_runs(compiler: &str, standard: &str) {
-    let folder = tempfile::tempdir().unwrap();
-    let program = folder.path().join("status");
-    let library = library();
-    let source = root().join("tests/abi/status.c");
-    let mut compile = Command::new(compiler);
-    compile.args([standard, "-Wall", "-Wextra", "-Werror", "-pedantic"]);
-    if compiler == "c++" {
-        compile.args(["-x", "c++"]);
-    }
-    compile.arg(source).arg("-I").arg(root().join("include")).arg("-o").arg(&program);
-    compile.args(["-x", "none"]).arg(&library);
-    run(&mut compile);
-    let printed = run(Command::new(&program).env("LD_LIBRARY_PATH", library.parent().unwrap()));
+fn check_compiles_and_runs(compiler: &str, language: &[&str]) {
+    let programs = Programs::new();
+    let program = programs.compile_as("status", compiler, language, &["tests/abi/status.c"]);
+    let printed = run(&mut Command::new(&program));
     assert_eq!(printed.trim(), format!("vbar {}", env!("CARGO_PKG_VERSION")));
 }
 
 #[test]
 fn a_c_program_reads_the_status_texts() {
-    check_compiles_and_runs("cc", "-std=c11");
+    check_compiles_and_runs("cc", &["-std=c11"]);
 }
 
 #[test]
@@ -105,7 +73,7 @@ fn a_cpp_program_reads_the_status_texts() {
         println!("no c++ here: the header was not compiled as C++");
         return;
     }
-    check_compiles_and_runs("c++", "-std=c++17");
+    check_compiles_and_runs("c++", &["-std=c++17", "-x", "c++"]);
 }
 
 #[test]

@@ -324,6 +324,9 @@ fn bind_segment(binding: &mut Binding, segment: &VbarBindSegment) -> Result<()> 
 }
 
 fn open_source(source: &VbarBindSource) -> Result<Arc<ModelFile>> {
+    if source.reserved != 0 {
+        return Err(invalid(format!("a source's reserved field is {}, not 0", source.reserved)));
+    }
     let file = match source.path.is_null() {
         false => ModelFile::open(read_path(source.path)?),
         true => duplicate(source.descriptor).and_then(|descriptor| {

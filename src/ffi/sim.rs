@@ -349,11 +349,8 @@ pub unsafe extern "C" fn vbar_sim_fail(
     code: i32,
 ) -> VbarStatus {
     call(|| {
-        let verb = verb_of(verb)?;
-        if code == 0 {
-            return Err(invalid("code 0 is success"));
-        }
-        find(sim)?.sim.fail(verb, skip, count, DriverCode(code));
+        let (verb, code) = (verb_of(verb)?, failure(code)?);
+        find(sim)?.sim.fail(verb, skip, count, code);
         Ok(())
     })
 }
@@ -384,10 +381,17 @@ pub extern "C" fn vbar_sim_heal(sim: VbarSim) -> VbarStatus {
 #[unsafe(no_mangle)]
 pub extern "C" fn vbar_sim_lose_device(sim: VbarSim, code: i32) -> VbarStatus {
     call(|| {
-        let entry = find(sim)?;
-        entry.sim.lose_device(entry.device, DriverCode(code));
+        let (code, entry) = (failure(code)?, find(sim)?);
+        entry.sim.lose_device(entry.device, code);
         Ok(())
     })
+}
+
+fn failure(code: i32) -> Result<DriverCode> {
+    if code == 0 {
+        return Err(invalid("code 0 is success"));
+    }
+    Ok(DriverCode(code))
 }
 
 /// Tells how often a verb was called, failed calls included. Thread-safe.

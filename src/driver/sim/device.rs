@@ -52,7 +52,7 @@ impl Device {
     /// Bytes that are neither frames of any process nor used from outside.
     pub(super) fn free_bytes(&self) -> u64 {
         let memory = self.memory.lock();
-        self.capacity.saturating_sub(memory.used_bytes + memory.outside_bytes)
+        self.capacity.saturating_sub(memory.used_bytes.saturating_add(memory.outside_bytes))
     }
 
     pub(super) fn set_outside_bytes(&self, bytes: u64) {

@@ -1,0 +1,236 @@
+/*
+ * The process ends or forks with everything open: it ends as it was told to, the child of a fork is
+ * told that it may do nothing, and nobody hangs.
+ */
+#define _GNU_SOURCE
+#include "check.h"
+#include "models.h"
+
+#include <pthread.h>
+#include <stdatomic.h>
+#include <sys/wait.h>
+
+#define THREADS 4
+
+static char path[4096];
+static VbarDevice device;
+static VbarBar bar;
+static VbarAllocation allocation;
+static VbarModel model;
+static VbarFault held, refill, weight;
+
+/* One of each, with pins, an unfinished fill and work that cannot run. */
+static void open_everything(void) {
+    device = open_device(8);
+    OK(vbar_bar_create(device, 4 * page_bytes(), &bar));
+    OK(vbar_bar_allocate(bar, 4096, &allocation));
+    OK(vbar_bar_fault(bar, 3 * page_bytes(), page_bytes(), 0, &held));
+    OK(vbar_allocation_fault(allocation, 0, &refill));
+    CHECK(refill.outcome == VBAR_OUTCOME_REFILL);
+    OK(vbar_model_open(device, path, &model));
+    OK(vbar_model_fault(model, 0, 0, &weight));
+    if (on_gpu()) return;
+    VbarSim sim;
+    VbarStream stream;
+    OK(vbar_sim_open(device, &sim));
+    OK(vbar_sim_stream_create(device, &stream));
+    OK(vbar_sim_stream_hold(device, stream));
+    OK(vbar_sim_launch_pattern(device, held.address, 4096, 1, 0, stream));
+}
+
+#define ENDING(call) FAILS(call, VBAR_STATUS_PROCESS_ENDING, "ending or forked")
+
+/* Nothing may be called, and everything says so. */
+static void check_all_refuse(void) {
+    VbarFault told;
+    VbarFreed freed;
+    VbarBar other;
+    VbarModel opened;
+    VbarDevice again;
+    uint64_t number;
+    uint32_t count;
+    size_t bytes;
+    char text[16];
+    VbarDeviceOptions options = test_options(8);
+    VbarStatistics numbers = {.size = sizeof numbers};
+    VbarDeviceInfo info = {.size = sizeof info};
+    ENDING(vbar_device_open(&options, &again));
+    ENDING(vbar_device_info(device, &info));
+    ENDING(vbar_device_statistics(device, &numbers));
+    ENDING(vbar_device_set_budget(device, 0));
+    ENDING(vbar_device_refresh(device));
+    ENDING(vbar_device_trim(device, 0, &number));
+    ENDING(vbar_device_free_memory(device, UINT64_MAX, &freed));
+    ENDING(vbar_device_cancel_waits(device));
+    ENDING(vbar_stream_retire(device, 0));
+    ENDING(vbar_bar_create(device, 1, &other));
+    ENDING(vbar_bar_fault(bar, 0, 1, 0, &told));
+    ENDING(vbar_bar_free_memory(bar, UINT64_MAX, &freed));
+    ENDING(vbar_bar_end_of_run(bar, 0, VBAR_HELD_PINS_RELEASE, &count));
+    ENDING(vbar_allocation_fault_wait(allocation, 0, &told));
+    ENDING(vbar_token_commit(refill.token, 0));
+    ENDING(vbar_token_unpin(refill.token, 0));
+    ENDING(vbar_token_unpin(held.token, 0));
+    ENDING(vbar_model_open(device, path, &opened));
+    ENDING(vbar_model_fault(model, 0, 0, &told));
+    ENDING(vbar_model_close(model));
+    ENDING(vbar_bar_destroy_wait(bar));
+    ENDING(vbar_device_close(device));
+    ENDING(vbar_log_set_level(VBAR_LOG_LEVEL_TRACE));
+    ENDING(vbar_log_poll(text, sizeof text, &count, &bytes));
+    CHECK(vbar_abi_version() == VBAR_ABI_VERSION);
+}
+
+static void *use_for_ever(void *argument) {
+    (void)argument;
+    for (;;) {
+        VbarFault told;
+        int status = vbar_bar_fault(bar, 0, 2 * page_bytes(), 0, &told);
+        if (status == VBAR_STATUS_PROCESS_ENDING) return NULL;
+        OK(status);
+        if (told.token.id == 0) continue;
+        status = vbar_token_unpin(told.token, 0);
+        CHECK(status == VBAR_STATUS_OK || status == VBAR_STATUS_PROCESS_ENDING);
+    }
+}
+
+static void start_users(void) {
+    for (int at = 0; at < THREADS; at++) {
+        pthread_t thread;
+        CHECK(pthread_create(&thread, NULL, use_for_ever, NULL) == 0);
+        CHECK(pthread_detach(thread) == 0);
+    }
+}
+
+static atomic_int ended_code = 7;
+
+/* Registered before the device was opened, so it runs after the library's own handler. */
+static void call_at_the_end(void) {
+    VbarFault told;
+    if (vbar_bar_fault(bar, 0, 1, 0, &told) != VBAR_STATUS_PROCESS_ENDING) _Exit(81);
+    if (vbar_device_close(device) != VBAR_STATUS_PROCESS_ENDING) _Exit(82);
+    _Exit(ended_code);
+}
+
+static void exit_at_once(void) {
+    open_everything();
+    exit(7);
+}
+
+static void exit_with_calls_in_handlers(void) {
+    CHECK(atexit(call_at_the_end) == 0);
+    open_everything();
+    exit(1);
+}
+
+static void exit_while_others_call(void) {
+    open_everything();
+    start_users();
+    usleep(20000);
+    exit(7);
+}
+
+static void *exit_here(void *argument) {
+    (void)argument;
+    usleep(20000);
+    exit(7);
+}
+
+static void exit_from_another_thread(void) {
+    open_everything();
+    start_users();
+    pthread_t thread;
+    CHECK(pthread_create(&thread, NULL, exit_here, NULL) == 0);
+    for (;;) pause();
+}
+
+/* The main thread is gone when another one ends the process. */
+static void exit_after_the_main_thread(void) {
+    open_everything();
+    pthread_t thread;
+    CHECK(pthread_create(&thread, NULL, exit_here, NULL) == 0);
+    pthread_exit(NULL);
+}
+
+static void exit_quickly(void) {
+    open_everything();
+    start_users();
+    quick_exit(7);
+}
+
+static void exit_without_handlers(void) {
+    open_everything();
+    start_users();
+    _exit(7);
+}
+
+/* The code that a child ends with; a signal fails the test. */
+static int code_of(pid_t child) {
+    int status;
+    CHECK(child > 0 && waitpid(child, &status, 0) == child);
+    if (WIFSIGNALED(status)) fprintf(stderr, "ended by signal %d\n", WTERMSIG(status));
+    CHECK(WIFEXITED(status));
+    return WEXITSTATUS(status);
+}
+
+static void check_ends(void (*body)(void), int code) {
+    fflush(NULL);
+    pid_t child = fork();
+    if (child == 0) {
+        alarm(60);
+        body();
+        _Exit(99);
+    }
+    int found = code_of(child);
+    if (found != code) fprintf(stderr, "ended with %d\n", found);
+    CHECK(found == code);
+}
+
+static void refuse_and_exit(void) {
+    check_all_refuse();
+    /* Its handlers run: those of the library, and on a GPU the driver's. */
+    exit(5);
+}
+
+static void refuse_and_exit_at_once(void) {
+    check_all_refuse();
+    _exit(5);
+}
+
+static void a_forked_child_may_do_nothing(void) {
+    open_everything();
+    check_ends(refuse_and_exit, 5);
+    /* The parent goes on. */
+    OK(vbar_token_commit(refill.token, 0));
+    OK(vbar_token_unpin(refill.token, 0));
+    OK(vbar_token_unpin(weight.token, 0));
+    VbarFault told;
+    OK(vbar_allocation_fault(allocation, 0, &told));
+    CHECK(told.outcome == VBAR_OUTCOME_RESIDENT);
+    OK(vbar_token_unpin(told.token, 0));
+    /* Whatever locks other threads had, the child waits for none. */
+    OK(vbar_log_set_level(VBAR_LOG_LEVEL_TRACE));
+    start_users();
+    for (int round = 0; round < 50; round++) check_ends(refuse_and_exit_at_once, 5);
+    OK(vbar_allocation_fault(allocation, 0, &told));
+    OK(vbar_token_unpin(told.token, 0));
+    OK(vbar_token_unpin(held.token, 0));
+}
+
+int main(int count, char **arguments) {
+    start();
+    CHECK(count == 2);
+    snprintf(path, sizeof path, "%s/process.safetensors", arguments[1]);
+    write_model(path, 2, page_bytes());
+    /* First those that open nothing in this process: it has not loaded a driver yet. */
+    check_ends(exit_at_once, 7);
+    check_ends(exit_with_calls_in_handlers, 7);
+    check_ends(exit_while_others_call, 7);
+    check_ends(exit_from_another_thread, 7);
+    check_ends(exit_after_the_main_thread, 7);
+    check_ends(exit_quickly, 7);
+    check_ends(exit_without_handlers, 7);
+    a_forked_child_may_do_nothing();
+    /* And this process ends as it is: threads in calls, everything open. */
+    return 0;
+}
