@@ -6,6 +6,7 @@
 
 use std::cell::RefCell;
 use std::collections::HashMap;
+use std::mem::ManuallyDrop;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::thread::ThreadId;
@@ -118,12 +119,26 @@ struct ThreadState {
 }
 
 thread_local! {
-    static THREAD: RefCell<Vec<ThreadState>> = const { RefCell::new(Vec::new()) };
+    /// Without a destructor, so that it can still be asked for when a thread, or the process, ends
+    /// and others' destructors make their last calls.
+    static THREAD: RefCell<ManuallyDrop<Vec<ThreadState>>> =
+        const { RefCell::new(ManuallyDrop::new(Vec::new())) };
+    static EMPTIES_THREAD: EmptiesThread = const { EmptiesThread };
+}
+
+struct EmptiesThread;
+
+impl Drop for EmptiesThread {
+    fn drop(&mut self) {
+        THREAD.with_borrow_mut(|states| drop(std::mem::take(&mut **states)));
+    }
 }
 
 impl Core {
     /// Calls `with` on the calling thread's state.
     fn thread<R>(&self, with: impl FnOnce(&mut ThreadState) -> R) -> R {
+        // What a thread that is ending asks for once more stays behind: some bytes.
+        let _ = EMPTIES_THREAD.try_with(|_| ());
         THREAD.with_borrow_mut(|states| {
             if let Some(state) = states.iter_mut().find(|state| state.sim == self.id) {
                 return with(state);
@@ -137,10 +152,7 @@ impl Core {
 
     /// Forgets the calling thread's state, when the simulated device goes.
     pub(super) fn forget_thread(&self) {
-        // A thread that is ending has forgotten already.
-        let _ = THREAD.try_with(|states| {
-            states.borrow_mut().retain(|state| state.sim != self.id);
-        });
+        THREAD.with_borrow_mut(|states| states.retain(|state| state.sim != self.id));
     }
 
     pub(super) fn capture_mode(&self) -> CaptureMode {
