@@ -1228,12 +1228,6 @@ typedef struct VbarStatistics {
   struct VbarWaitCount waits[16];
 } VbarStatistics;
 
-/*
- Asked on the thread that waits, about every 5 ms while it waits, with no lock held; anything but
- 0 ends the wait with `VBAR_STATUS_CANCELLED`. It must not throw or jump out.
- */
-typedef int32_t (*VbarWaitCheck)(void *user);
-
 #ifdef __cplusplus
 extern "C" {
 #endif // __cplusplus
