@@ -24,4 +24,5 @@ mod seams;
 mod sim_device;
 mod streams;
 mod threads;
+mod transient;
 mod world;
