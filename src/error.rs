@@ -98,12 +98,6 @@ impl Error {
         (self.parts.driver != DriverCode::SUCCESS).then_some(self.parts.driver)
     }
 
-    /// Whether the driver call that failed may succeed a moment later.
-    #[must_use]
-    pub fn is_transient(&self) -> bool {
-        self.parts.driver.is_transient()
-    }
-
     /// The same error with what the caller was doing put before the sentence.
     #[must_use]
     pub fn context(self, doing: impl fmt::Display) -> Self {
@@ -125,6 +119,24 @@ impl Error {
     #[must_use]
     pub fn io(what: impl fmt::Display, error: &std::io::Error) -> Self {
         Self::new(ErrorCode::Io, format!("{what}: {error}"))
+    }
+}
+
+/// Whether a call that failed so may succeed a moment later.
+pub trait Transient {
+    /// See the trait.
+    fn is_transient(&self) -> bool;
+}
+
+impl Transient for DriverError {
+    fn is_transient(&self) -> bool {
+        self.code.is_transient()
+    }
+}
+
+impl Transient for Error {
+    fn is_transient(&self) -> bool {
+        self.parts.driver.is_transient()
     }
 }
 

@@ -61,7 +61,7 @@ struct Run {
     patterns: u64,
 }
 
-const VERBS: [Verb; 16] = [
+const VERBS: [Verb; 15] = [
     Verb::MemCreate,
     Verb::MemMap,
     Verb::MemSetAccess,
@@ -78,7 +78,6 @@ const VERBS: [Verb; 16] = [
     // Only poison needs these.
     Verb::MemsetD8Async,
     Verb::StreamCreate,
-    Verb::StreamSynchronize,
 ];
 const CODES: [DriverCode; 3] =
     [DriverCode::OUT_OF_MEMORY, DriverCode::NOT_READY, DriverCode::INVALID_VALUE];

@@ -51,8 +51,9 @@ impl Filler {
         let slot_bytes = device.options.page_size.bytes().min(SLOT_BYTES_MAX) as usize;
         let count = device.options.staging_slot_count.max(1);
         let staging = Staging::new(&device, count, slot_bytes)?;
-        let stream = device.driver.stream_create().map_err(|error| device.note(error.into()))?;
-        match device.fences.slot_of(stream) {
+        let stream = device.retry(|| device.driver.stream_create());
+        let stream = stream.map_err(|error| device.note(error.into()))?;
+        match device.slot_of(stream) {
             Ok(slot) => {
                 let slot = slot.expect("a stream that was created has a slot");
                 Ok(Self { device, staging, stream, slot })
@@ -102,7 +103,8 @@ impl Filler {
     /// # Errors
     /// What the driver says.
     pub fn fence(&self) -> Result<Ticket> {
-        let recorded = self.device.fences.record(self.stream, self.slot);
+        let record = || self.device.fences.record(self.stream, self.slot);
+        let recorded = self.device.retry(record);
         recorded.map_err(|error| self.device.note(error))
     }
 
@@ -133,8 +135,8 @@ impl Filler {
         let length = (span.end - span.start) as usize;
         slot.with(|memory| read_segments(job.bound, segments, span.start, memory.bytes_mut()))?;
         let target = job.base.offset(span.start);
-        slot.with(|memory| memory.copy_to_device(0..length, target, self.stream))
-            .map_err(|error| self.device.note(error.into()))?;
+        let copy = || slot.with(|memory| memory.copy_to_device(0..length, target, self.stream));
+        self.device.retry(copy).map_err(|error| self.device.note(error.into()))?;
         let ticket = match self.fence() {
             Ok(ticket) => ticket,
             Err(error) => {

@@ -6,9 +6,9 @@
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
-use crate::counters::Counters;
+use crate::counters::{self, Counters};
 use crate::driver::{CaptureMode, CaptureState, Context, Driver};
-use crate::error::{Error, ErrorCode, Result};
+use crate::error::{Error, ErrorCode, Result, Transient};
 use crate::options::{ContextWaits, RuntimeOptions};
 use crate::outcome::WaitKind;
 use crate::process;
@@ -45,6 +45,10 @@ pub struct Device {
 /// Closing waits at least this long for the work of the context, whatever the time-out of other
 /// waits is: nobody comes again, and what is not freed then never is.
 const CLOSING_TIMEOUT_MIN: Duration = Duration::from_secs(30);
+
+/// Before each further attempt at a call that returned a transient code.
+const RETRY_PAUSES: [Duration; 3] =
+    [Duration::ZERO, Duration::from_micros(50), Duration::from_millis(1)];
 
 impl Device {
     /// A device whose context exists.
@@ -109,6 +113,39 @@ impl Device {
         error
     }
 
+    /// Makes a call, and makes it again while it fails with a transient code: at once, then after
+    /// 50 us, then after 1 ms. Counted. No lock is held: it sleeps.
+    ///
+    /// # Errors
+    /// What the call returns, the last time if that was transient each time.
+    #[inline]
+    pub fn retry<T, E: Transient>(
+        &self,
+        mut call: impl FnMut() -> std::result::Result<T, E>,
+    ) -> std::result::Result<T, E> {
+        match call() {
+            Err(error) if error.is_transient() => self.retry_slowly(error, call),
+            answer => answer,
+        }
+    }
+
+    #[cold]
+    fn retry_slowly<T, E: Transient>(
+        &self,
+        mut last: E,
+        mut call: impl FnMut() -> std::result::Result<T, E>,
+    ) -> std::result::Result<T, E> {
+        for pause in RETRY_PAUSES {
+            counters::add(&self.counters.driver_retries, 1);
+            std::thread::sleep(pause);
+            match call() {
+                Err(error) if error.is_transient() => last = error,
+                answer => return answer,
+            }
+        }
+        Err(last)
+    }
+
     /// Whether a sticky error was seen.
     #[must_use]
     pub fn is_lost(&self) -> bool {
@@ -151,7 +188,7 @@ impl Device {
             return Ok((CaptureState::None, None));
         }
         let capture = self.capture_state(stream)?;
-        let slot = match self.fences.slot_of(stream) {
+        let slot = match self.slot_of(stream) {
             Err(error) if error.code() == ErrorCode::Unsupported => {
                 self.make_slot(stream, error)?
             }
@@ -161,6 +198,15 @@ impl Device {
             self.fences.note_capture(slot, capture != CaptureState::None);
         }
         Ok((capture, slot))
+    }
+
+    /// The slot of a stream: see [`Fences::slot_of`].
+    ///
+    /// # Errors
+    /// As [`Fences::slot_of`].
+    #[inline]
+    pub fn slot_of(&self, stream: Stream) -> Result<Option<StreamSlot>> {
+        self.retry(|| self.fences.slot_of(stream))
     }
 
     /// The slot of a stream when all are taken by streams that no record covers, most of them gone
@@ -181,7 +227,7 @@ impl Device {
     /// What the driver says of the handle.
     #[inline]
     pub fn capture_state(&self, stream: Stream) -> Result<CaptureState> {
-        match self.driver.stream_is_capturing(stream) {
+        match self.retry(|| self.driver.stream_is_capturing(stream)) {
             Ok(state) => Ok(state),
             Err(error) if error.code == crate::driver::DriverCode::STREAM_CAPTURE_IMPLICIT => {
                 Ok(CaptureState::Implicit)

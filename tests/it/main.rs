@@ -31,5 +31,6 @@ mod seams;
 mod sim_device;
 mod streams;
 mod threads;
+mod transient;
 mod waits;
 mod world;

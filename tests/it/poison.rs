@@ -10,7 +10,7 @@ use vbar::driver::{Driver, DriverCode};
 use vbar::model::synth::{synthesize, tensor_seed};
 use vbar::options::{Eviction, POISON_BYTE, Poison};
 use vbar::units::DeviceAddress;
-use vbar::{Allocation, AllocationFault, ErrorCode, Fault, Reason, RuntimeOptions, Vbar};
+use vbar::{Allocation, AllocationFault, ErrorCode, Fault, Reason, RuntimeOptions, Vbar, WaitKind};
 
 use crate::world::{DEVICE, P, ROOMY, World, budget_options, drawn, pattern_sum, resident};
 
@@ -273,7 +273,9 @@ fn a_poison_that_cannot_be_made_is_made_later() {
         Verb::MemSetAccess,
         Verb::StreamCreate,
         Verb::MemsetD8Async,
-        Verb::StreamSynchronize,
+        Verb::EventCreate,
+        Verb::EventRecord,
+        Verb::EventQuery,
     ];
     for verb in verbs {
         for attempts in 1..3 {
@@ -415,5 +417,53 @@ fn a_closed_vbar_whose_poison_does_not_go_loses_its_addresses() {
     world.runtime.trim(0).unwrap();
     let numbers = world.runtime.numbers();
     assert_eq!((numbers.used_bytes, numbers.quarantined_bytes), (P, P));
+    world.check();
+}
+
+#[test]
+fn the_wait_for_the_pattern_ends_by_its_time_out() {
+    let options = RuntimeOptions {
+        wait_timeout: Duration::from_millis(20),
+        ..poison_options(4, Eviction::Aliasing)
+    };
+    let world = World::with(ROOMY, options);
+    world.sim.fail_always(Verb::EventQuery, DriverCode::NOT_READY);
+    let vbar = world.vbar(3);
+    drop(resident(&world, &vbar, 0..1));
+    let statistics = world.runtime.statistics();
+    assert_eq!((statistics.poison_failures, statistics.waited(WaitKind::Ready).count), (1, 1));
+    check_made_later(world, &vbar);
+}
+
+/// Whoever cancels waits means the whole call.
+#[test]
+fn a_cancelled_wait_for_the_pattern_cancels_its_fault() {
+    let world = world(4, Eviction::Aliasing);
+    world.sim.fail_always(Verb::EventQuery, DriverCode::NOT_READY);
+    let vbar = world.vbar(3);
+    std::thread::scope(|scope| {
+        let waiter = scope.spawn(|| vbar.fault(P..2 * P, world.stream).map(drop));
+        while !waiter.is_finished() {
+            world.runtime.cancel_waits();
+            std::thread::yield_now();
+        }
+        assert_eq!(waiter.join().unwrap().unwrap_err().code(), ErrorCode::Cancelled);
+    });
+    assert_eq!(vbar.draw(3), "...");
+    check_made_later(world, &vbar);
+}
+
+/// With a driver that works again the poison is made after all.
+#[track_caller]
+fn check_made_later(world: World, vbar: &Vbar) {
+    world.check();
+    world.sim.heal();
+    let target = world.scratch();
+    drop(resident(&world, vbar, 0..3));
+    world.sim.ctx_synchronize().unwrap();
+    vbar.free_memory(P).unwrap();
+    check_poison(&world, target, vbar, 2..3);
+    vbar.close();
+    settle(&world);
     world.check();
 }

@@ -102,7 +102,7 @@ fn a_frame_keeps_its_users_when_its_next_page_fails() {
     drop(guard);
     // The frame is mapped at its next page, whose stream waits for the reader, and then the fence
     // behind its users fails.
-    world.sim.fail_nth(Verb::EventRecord, 1, DriverCode::OUT_OF_MEMORY);
+    world.sim.fail_nth(Verb::EventRecord, 1, DriverCode::INVALID_VALUE);
     assert!(rival.fault(0..P, world.stream).is_err());
     if let Some(guard) = rival.fault(P..2 * P, other).unwrap().resident() {
         let target = guard.address();

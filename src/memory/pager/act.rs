@@ -22,9 +22,6 @@ use crate::sync::fence::StreamSlot;
 use crate::sync::ticket::Ticket;
 use crate::units::Stream;
 
-/// Attempts at a call that returned a transient code, the first one included.
-const ATTEMPTS: u32 = 4;
-
 /// Why a plan was not carried out. Everything is as it was.
 pub(super) enum Failure {
     /// The driver has no memory although the budget allows it, or was not ready for too long.
@@ -133,7 +130,7 @@ impl Pager {
     fn create_missing(&self, placed: &mut [Placed]) -> std::result::Result<(), Failure> {
         let (driver, page_bytes) = (&self.device.driver, self.page_bytes());
         for entry in placed.iter_mut().filter(|entry| entry.frame.is_none()) {
-            let created = self.retry(|| driver.mem_create(self.device.ordinal, page_bytes));
+            let created = self.device.retry(|| driver.mem_create(self.device.ordinal, page_bytes));
             entry.handle = created.map_err(|error| self.failure(error))?;
             entry.frame = Some(self.state.lock().frames.created(entry.handle));
         }
@@ -145,7 +142,8 @@ impl Pager {
         let (driver, page_bytes) = (&self.device.driver, self.page_bytes());
         for entry in placed.iter_mut() {
             let address = entry.claim.bar.address(entry.claim.page);
-            self.retry(|| driver.mem_map(address, page_bytes, entry.handle))
+            self.device
+                .retry(|| driver.mem_map(address, page_bytes, entry.handle))
                 .map_err(|error| self.failure(error))?;
             entry.mapped = true;
         }
@@ -157,7 +155,8 @@ impl Pager {
             });
             let count = neighbours.count();
             let (address, bytes) = (first.bar.address(first.page), count as u64 * page_bytes);
-            self.retry(|| driver.mem_set_access(address, bytes, &[self.device.ordinal]))
+            self.device
+                .retry(|| driver.mem_set_access(address, bytes, &[self.device.ordinal]))
                 .map_err(|error| self.failure(error))?;
             start += count;
         }
@@ -174,7 +173,8 @@ impl Pager {
             let Some(writer) = self.writer_of(&entry.claim, writer)? else { continue };
             for user in &entry.claim.users {
                 let slot = writer.slot.expect("frames in use are only taken for a stream");
-                let ordered = self.device.fences.stream_wait(writer.stream, slot, *user);
+                let fences = &self.device.fences;
+                let ordered = self.device.retry(|| fences.stream_wait(writer.stream, slot, *user));
                 if !ordered.map_err(|error| Failure::Error(self.device.note(error)))? {
                     let text = "a frame in use was taken although no fence covers its user";
                     return Err(Failure::Error(Error::new(ErrorCode::Internal, text)));
@@ -296,7 +296,7 @@ impl Pager {
         }
         let Writer { stream, slot } = caller.expect("frames in use are only taken for a stream");
         let slot = slot.expect("frames in use are only taken for a stream");
-        let ticket = self.device.fences.record(stream, slot);
+        let ticket = self.device.retry(|| self.device.fences.record(stream, slot));
         let ticket = ticket.map_err(|error| Some(self.device.note(error)))?;
         cleared.ticket = Some(ticket);
         Ok(ticket)
@@ -381,7 +381,7 @@ impl Pager {
     fn undo_mapping(&self, claim: &Claim) -> bool {
         let address = claim.bar.address(claim.page);
         let driver = &self.device.driver;
-        let Err(error) = self.retry(|| driver.mem_unmap(address, self.page_bytes())) else {
+        let Err(error) = self.device.retry(|| driver.mem_unmap(address, self.page_bytes())) else {
             return false;
         };
         self.note_quarantine(claim.bar.id, claim.page, &error);
@@ -392,12 +392,12 @@ impl Pager {
     /// Unmaps a page whose users have passed.
     pub(super) fn unmap(&self, victim: &Victim) -> DriverResult<()> {
         let address = victim.bar.address(victim.page);
-        self.retry(|| self.device.driver.mem_unmap(address, self.page_bytes()))
+        self.device.retry(|| self.device.driver.mem_unmap(address, self.page_bytes()))
     }
 
     /// Gives a handle back to the driver; sets it aside when that fails. Returns whether it went.
     pub(super) fn release_handle(&self, handle: FrameHandle) -> bool {
-        let Err(error) = self.retry(|| self.device.driver.mem_release(handle)) else {
+        let Err(error) = self.device.retry(|| self.device.driver.mem_release(handle)) else {
             return true;
         };
         log::error!("frame {:#x} is quarantined: {error}", handle.0);
@@ -421,23 +421,6 @@ impl Pager {
         log::error!("page {page} of VBAR {bar} is quarantined: {error}");
         self.device.note(Error::from(*error));
         self.state.lock().quarantined_pages += 1;
-    }
-
-    /// Tries a call again when its code is transient: at once, then after 50 us, then after 1 ms.
-    pub(super) fn retry<T>(&self, mut call: impl FnMut() -> DriverResult<T>) -> DriverResult<T> {
-        let mut attempt = 1;
-        loop {
-            match call() {
-                Err(error) if error.code.is_transient() && attempt < ATTEMPTS => {
-                    counters::add(&self.device.counters.driver_retries, 1);
-                    let pauses = [0, 50, 1000];
-                    let pause = pauses[(attempt - 1) as usize];
-                    std::thread::sleep(std::time::Duration::from_micros(pause));
-                    attempt += 1;
-                }
-                answer => return answer,
-            }
-        }
     }
 
     fn failure(&self, error: DriverError) -> Failure {

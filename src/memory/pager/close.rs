@@ -197,7 +197,7 @@ impl Pager {
             self.give_up_poison();
             let handles = self.state.lock().frames.drain();
             for handle in handles {
-                self.log_failure(self.retry(|| self.device.driver.mem_release(handle)));
+                self.log_failure(self.device.retry(|| self.device.driver.mem_release(handle)));
             }
             *self.filler.lock() = None;
             self.device.fences.destroy_events();
@@ -219,7 +219,9 @@ impl Pager {
             for (page, entry) in bar.table.touched() {
                 if entry.word().state.is_mapped() {
                     let address = bar.address(page);
-                    self.log_failure(self.retry(|| driver.mem_unmap(address, self.page_bytes())));
+                    self.log_failure(
+                        self.device.retry(|| driver.mem_unmap(address, self.page_bytes())),
+                    );
                 }
             }
             self.lift_all_poison(&bar);

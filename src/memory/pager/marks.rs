@@ -379,7 +379,7 @@ impl Pager {
         let _scope = self.device.enter()?;
         let fence = match self.device.inspect(stream)? {
             (CaptureState::None, Some(slot)) => {
-                let fence = self.device.fences.record(stream, slot);
+                let fence = self.device.retry(|| self.device.fences.record(stream, slot));
                 fence.map_err(|error| self.device.note(error))?
             }
             // With no stream the caller promises that the work is done.

@@ -337,7 +337,7 @@ impl Pager {
         match slot {
             Some(slot) if capture == CaptureState::None => {
                 let fences = &self.device.fences;
-                let placed = fences.stream_wait(stream, slot, ticket);
+                let placed = self.device.retry(|| fences.stream_wait(stream, slot, ticket));
                 if placed.map_err(|error| self.device.note(error))? {
                     return Ok(());
                 }
@@ -459,7 +459,7 @@ impl Pager {
                 self.reap_now()?;
                 self.shrink()?;
             }
-            self.prepare_poison();
+            self.prepare_poison()?;
             let planned = {
                 let mut state = self.state.lock();
                 for request in requests {
@@ -528,7 +528,7 @@ impl Pager {
             state.polled_at = Some(Instant::now());
             state.frames.held()
         };
-        let memory = match self.retry(|| self.device.driver.mem_get_info()) {
+        let memory = match self.device.retry(|| self.device.driver.mem_get_info()) {
             Ok(memory) => memory,
             // What was seen last holds until the next time.
             Err(error) if error.code.is_transient() => return Ok(()),

@@ -21,11 +21,12 @@ use std::sync::Arc;
 use super::Pager;
 use super::state::{Life, State};
 use crate::driver::{DriverError, DriverResult, FrameHandle};
-use crate::error::Error;
+use crate::error::{Error, ErrorCode, Result};
 use crate::memory::frames::FrameIndex;
 use crate::memory::page_table::{Page, PageState};
 use crate::memory::vbar::Bar;
 use crate::options::{POISON_BYTE, Poison};
+use crate::outcome::WaitKind;
 use crate::sync::Relaxed;
 use crate::units::{DeviceAddress, PageIndex, Stream};
 
@@ -137,21 +138,25 @@ impl State {
 
 impl Pager {
     /// Makes the poison, or goes on with it, where the budget has room.
-    pub(super) fn prepare_poison(&self) {
+    /// What fails is counted and no error.
+    ///
+    /// # Errors
+    /// `Cancelled`: the caller's waits are to end.
+    pub(super) fn prepare_poison(&self) -> Result<()> {
         if self.device.options.poison == Poison::Off {
-            return;
+            return Ok(());
         }
         let page_bytes = self.page_bytes();
         let mut home = {
             let mut state = self.state.lock();
             if state.filled_poison().is_some() || !state.is_poison_affordable(page_bytes) {
-                return;
+                return Ok(());
             }
             let is_new = state.poison_frame().is_none();
             if is_new && state.room(page_bytes) == 0 {
-                return;
+                return Ok(());
             }
-            let Some(home) = state.poison.take() else { return };
+            let Some(home) = state.poison.take() else { return Ok(()) };
             if is_new {
                 state.frames.start_creating(1);
             }
@@ -159,60 +164,72 @@ impl Pager {
         };
         let made = self.create_poison(&mut home).and_then(|()| self.fill_poison(&mut home));
         self.state.lock().poison = Store::Here(home);
-        if let Err(error) = made {
-            self.count_unpoisoned(&error);
+        match made {
+            Err(error) if error.code() == ErrorCode::Cancelled => Err(error),
+            Err(error) => {
+                self.count_unpoisoned(error);
+                Ok(())
+            }
+            Ok(()) => Ok(()),
         }
     }
 
     /// The frame, which is counted as being created if there is none.
-    fn create_poison(&self, home: &mut Home) -> DriverResult<()> {
+    fn create_poison(&self, home: &mut Home) -> Result<()> {
         if home.frame.is_some() {
             return Ok(());
         }
         let (driver, page_bytes) = (&self.device.driver, self.page_bytes());
-        match self.retry(|| driver.mem_create(self.device.ordinal, page_bytes)) {
+        match self.device.retry(|| driver.mem_create(self.device.ordinal, page_bytes)) {
             Ok(handle) => {
                 home.frame = Some(self.state.lock().frames.created(handle));
                 Ok(())
             }
             Err(error) => {
                 self.state.lock().frames.cancel_creating(1);
-                Err(error)
+                Err(error.into())
             }
         }
     }
 
     /// Writes the pattern through addresses and a stream of its own, and waits for that once.
-    fn fill_poison(&self, home: &mut Home) -> DriverResult<()> {
+    fn fill_poison(&self, home: &mut Home) -> Result<()> {
         let (driver, page_bytes) = (&self.device.driver, self.page_bytes());
         let frame = home.frame.expect("the frame comes first");
         let base = match home.base {
             Some(base) => base,
-            None => self.retry(|| driver.mem_address_reserve(page_bytes, page_bytes))?,
+            None => self.device.retry(|| driver.mem_address_reserve(page_bytes, page_bytes))?,
         };
         home.base = Some(base);
         if home.stage < Stage::Mapped {
             let handle = self.state.lock().handle(frame);
-            self.retry(|| driver.mem_map(base, page_bytes, handle))?;
+            self.device.retry(|| driver.mem_map(base, page_bytes, handle))?;
             home.stage = Stage::Mapped;
         }
         if home.stage < Stage::Accessible {
             let devices = [self.device.ordinal];
-            self.retry(|| driver.mem_set_access(base, page_bytes, &devices))?;
+            self.device.retry(|| driver.mem_set_access(base, page_bytes, &devices))?;
             home.stage = Stage::Accessible;
         }
         let stream = match home.stream {
             Some(stream) => stream,
-            None => self.retry(|| driver.stream_create())?,
+            None => self.device.retry(|| driver.stream_create())?,
         };
         home.stream = Some(stream);
         if home.stage < Stage::Written {
-            self.retry(|| driver.memset_d8_async(base, POISON_BYTE, page_bytes, stream))?;
+            self.device.retry(|| driver.memset_d8_async(base, POISON_BYTE, page_bytes, stream))?;
             home.stage = Stage::Written;
         }
-        self.retry(|| driver.stream_synchronize(stream))?;
+        self.wait_for_poison(stream)?;
         home.stage = Stage::Filled;
         Ok(())
+    }
+
+    /// As every wait it is bounded, and can be cancelled: the device may be busy with other work.
+    fn wait_for_poison(&self, stream: Stream) -> Result<()> {
+        let slot = self.device.slot_of(stream)?.expect("a stream that was created has a slot");
+        let written = self.device.retry(|| self.device.fences.record(stream, slot))?;
+        self.device.wait_passed(&[written], WaitKind::Ready)
     }
 
     /// The mapping of a page that this thread owns has gone: puts the poison in its place where
@@ -248,7 +265,7 @@ impl Pager {
                 self.unmap_at(bar.address(page)).err()
             }
             Err(Unpoisoned { error, lost }) => {
-                self.count_unpoisoned(&error);
+                self.count_unpoisoned(error.into());
                 lost
             }
         };
@@ -276,9 +293,9 @@ impl Pager {
     ) -> std::result::Result<(), Unpoisoned> {
         let (driver, page_bytes) = (&self.device.driver, self.page_bytes());
         let unmapped = |error| Unpoisoned { error, lost: None };
-        self.retry(|| driver.mem_map(address, page_bytes, handle)).map_err(unmapped)?;
+        self.device.retry(|| driver.mem_map(address, page_bytes, handle)).map_err(unmapped)?;
         let devices = [self.device.ordinal];
-        let allowed = self.retry(|| driver.mem_set_access(address, page_bytes, &devices));
+        let allowed = self.device.retry(|| driver.mem_set_access(address, page_bytes, &devices));
         allowed.map_err(|error| Unpoisoned { error, lost: self.unmap_at(address).err() })
     }
 
@@ -340,7 +357,7 @@ impl Pager {
         let mut stays = false;
         for (bar, page) in claims {
             if let Err(error) = self.lift_poison(&bar, page) {
-                self.count_unpoisoned(&error);
+                self.count_unpoisoned(error.into());
                 stays = true;
             }
             bar.table.page(page).settle(PageState::Absent);
@@ -380,10 +397,10 @@ impl Pager {
         let Home { frame, mut base, stream, stage } = home;
         if stage == Stage::Written
             && let Some(stream) = stream
-            && let Err(error) = self.retry(|| driver.stream_synchronize(stream))
+            && let Err(error) = self.wait_for_poison(stream)
         {
             // The pattern may still be on its way: another time.
-            self.count_unpoisoned(&error);
+            self.count_unpoisoned(error);
             return (home, 0);
         }
         if stage >= Stage::Mapped
@@ -397,14 +414,16 @@ impl Pager {
             base = None;
         }
         if let Some(base) = base
-            && let Err(error) = self.retry(|| driver.mem_address_free(base, page_bytes))
+            && let Err(error) = self.device.retry(|| driver.mem_address_free(base, page_bytes))
         {
             log::error!("addresses of the poison are lost: {}", self.device.note(error.into()));
         }
-        if let Some(stream) = stream
-            && let Err(error) = self.retry(|| driver.stream_destroy(stream))
-        {
-            log::warn!("the stream of the poison stays: {}", self.device.note(error.into()));
+        if let Some(stream) = stream {
+            // Only saves the slot: its last record has passed, so another stream may take it.
+            let _ = self.device.fences.retire(stream);
+            if let Err(error) = self.device.retry(|| driver.stream_destroy(stream)) {
+                log::warn!("the stream of the poison stays: {}", self.device.note(error.into()));
+            }
         }
         let handle = frame.and_then(|frame| self.state.lock().frames.remove(frame));
         let released = handle.is_some_and(|handle| self.release_handle(handle));
@@ -412,16 +431,16 @@ impl Pager {
     }
 
     fn unmap_at(&self, address: DeviceAddress) -> DriverResult<()> {
-        self.retry(|| self.device.driver.mem_unmap(address, self.page_bytes()))
+        self.device.retry(|| self.device.driver.mem_unmap(address, self.page_bytes()))
     }
 
     /// Something of the poison failed: one line in the log, and a count.
-    fn count_unpoisoned(&self, error: &DriverError) {
+    fn count_unpoisoned(&self, error: Error) {
+        let error = self.device.note(error);
         match self.device.counters.poison_failures.fetch_add(1, Relaxed) {
             0 => log::warn!("pages are evicted without poison: {error}"),
             _ => log::debug!("pages are evicted without poison: {error}"),
         }
-        self.device.note(Error::from(*error));
     }
 }
 

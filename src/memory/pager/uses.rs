@@ -90,7 +90,7 @@ impl Pager {
         let implicit = hold.stream.is_implicit();
         let _context = if implicit { Some(self.device.enter_context()?) } else { None };
         // The per-thread default stream is another one on another thread.
-        if implicit && self.device.fences.slot_of(hold.stream)? != Some(slot) {
+        if implicit && self.device.slot_of(hold.stream)? != Some(slot) {
             return Ok(());
         }
         let capture = self.device.capture_state(hold.stream)?;
@@ -99,7 +99,7 @@ impl Pager {
             // Of a closed VBAR this may be the last use for long: nobody waits for another record.
             CaptureState::None if bar.is_closed() || self.device.fences.is_record_due(slot) => {
                 let _scope = self.device.enter()?;
-                self.device.fences.record_in_passing(hold.stream, slot)
+                self.device.retry(|| self.device.fences.record_in_passing(hold.stream, slot))
             }
             // What was faulted before the capture began and used in it.
             CaptureState::Active if !hold.kept => self.keep_for_graph(bar, hold),
@@ -124,7 +124,7 @@ impl Pager {
         let _scope = self.device.enter()?;
         if let (CaptureState::None, Some(slot)) = self.device.inspect(stream)? {
             self.stamp(bar, hold, stream, slot);
-            let recorded = self.device.fences.record(stream, slot);
+            let recorded = self.device.retry(|| self.device.fences.record(stream, slot));
             return recorded.map_err(|error| self.device.note(error));
         }
         let text = "work on a stream that is being captured runs later: it has no fence";
@@ -172,7 +172,10 @@ impl Pager {
         let fences = &self.device.fences;
         for user in page.users() {
             let joined = matches!(fences.cover(user), Ok(Cover::Recorded | Cover::Passed))
-                && fences.stream_wait(stream, slot, user).is_ok_and(|waits| waits);
+                && self
+                    .device
+                    .retry(|| fences.stream_wait(stream, slot, user))
+                    .is_ok_and(|waits| waits);
             // Stamped anew: a record of another thread may cover the old stamp and not the wait.
             let ticket = fences.stamp(slot);
             if joined && page.replace_stamp(user, ticket) {
