@@ -196,6 +196,56 @@ typedef uint32_t VbarContextWaits;
 #endif // __cplusplus
 
 /*
+ Whether a consumer may write.
+ */
+enum VbarDlpackAccess
+#if defined(__cplusplus) || __STDC_VERSION__ >= 202311L
+  : uint32_t
+#endif // defined(__cplusplus) || __STDC_VERSION__ >= 202311L
+ {
+  /*
+   Bytes of a file: what is written to them is gone when they are evicted.
+   */
+  VBAR_DLPACK_ACCESS_READ_ONLY = 0,
+  /*
+   Bytes that the program writes itself.
+   */
+  VBAR_DLPACK_ACCESS_WRITABLE = 1,
+};
+#ifndef __cplusplus
+#if __STDC_VERSION__ >= 202311L
+typedef enum VbarDlpackAccess VbarDlpackAccess;
+#else
+typedef uint32_t VbarDlpackAccess;
+#endif // __STDC_VERSION__ >= 202311L
+#endif // __cplusplus
+
+/*
+ Which of DLPack's two structs is wanted.
+ */
+enum VbarDlpackForm
+#if defined(__cplusplus) || __STDC_VERSION__ >= 202311L
+  : uint32_t
+#endif // defined(__cplusplus) || __STDC_VERSION__ >= 202311L
+ {
+  /*
+   `DLManagedTensorVersioned`.
+   */
+  VBAR_DLPACK_FORM_VERSIONED = 0,
+  /*
+   `DLManagedTensor`, for consumers that know no other. It cannot say that it is read-only.
+   */
+  VBAR_DLPACK_FORM_UNVERSIONED = 1,
+};
+#ifndef __cplusplus
+#if __STDC_VERSION__ >= 202311L
+typedef enum VbarDlpackForm VbarDlpackForm;
+#else
+typedef uint32_t VbarDlpackForm;
+#endif // __STDC_VERSION__ >= 202311L
+#endif // __cplusplus
+
+/*
  Type of a tensor's elements. A number that a program does not know is a new type.
  */
 enum VbarDtype
@@ -1109,6 +1159,41 @@ typedef struct VbarTensor {
 } VbarTensor;
 
 /*
+ A tensor within the pages of a token: rows behind each other, without gaps.
+ */
+typedef struct VbarDlpackTensor {
+  /*
+   `sizeof(VbarDlpackTensor)`.
+   */
+  size_t size;
+  /*
+   Device address of the first element.
+   */
+  uint64_t address;
+  /*
+   Elements in each dimension, the slowest first; NULL for a scalar.
+   */
+  const uint64_t *shape;
+  /*
+   Dimensions, at most 64.
+   */
+  uint32_t rank;
+  /*
+   A `VbarDtype`. `F4` goes as pairs, with half the elements in the last dimension; the 6-bit
+   types do not go.
+   */
+  uint32_t dtype;
+  /*
+   A `VbarDlpackForm`.
+   */
+  uint32_t form;
+  /*
+   A `VbarDlpackAccess`.
+   */
+  uint32_t access;
+} VbarDlpackTensor;
+
+/*
  Waits of one kind.
  */
 typedef struct VbarWaitCount {
@@ -1608,6 +1693,35 @@ VbarStatus vbar_model_fault(struct VbarModel model,
  The format's name of a type, "BF16", as a string of static life time. Thread-safe.
  */
 const char *vbar_dtype_text(uint32_t dtype);
+
+/*
+ Hands a token to a consumer of DLPack, as a `DLManagedTensorVersioned` or a `DLManagedTensor` of
+ device type `kDLCUDA` at `managed`. The token is the consumer's from then on: its deleter, which
+ any thread may call, gives the pins back. `stream` is the one that was faulted for, on which the
+ consumer works. One of CUDA's own (0 to 2) is taken for granted then; of another nobody promises
+ that it lives so long, so it is not touched, and the bytes stay until its work is known to be
+ done. On failure the token stays the caller's. Thread-safe.
+ `tensor` points to as many bytes as its size field says, with `rank` numbers at `shape`;
+ `managed` is NULL or can be written to.
+ */
+VbarStatus vbar_dlpack_export(struct VbarToken token,
+                              VbarStream stream,
+                              const struct VbarDlpackTensor *tensor,
+                              void **managed);
+
+/*
+ Tells the library where Python has `PyCapsule_IsValid` and `PyCapsule_GetPointer`, for
+ `vbar_dlpack_capsule_destructor`. Thread-safe.
+ They are these functions, and stay for as long as the process has capsules.
+ */
+VbarStatus vbar_dlpack_set_capsule_functions(void *is_valid, void *get_pointer);
+
+/*
+ The destructor of a Python capsule that holds a tensor of `vbar_dlpack_export`: deletes it
+ unless somebody has consumed it. Python calls it, on any thread that holds its lock.
+ `capsule` is NULL or a capsule.
+ */
+void vbar_dlpack_capsule_destructor(void *capsule);
 
 /*
  Tells everything that is counted. Thread-safe; the numbers are consistent while others work.

@@ -56,6 +56,7 @@ const UNSAFE: &[&str] = &[
     "src/ffi/bar.rs",
     "src/ffi/call.rs",
     "src/ffi/device.rs",
+    "src/ffi/dlpack.rs",
     "src/ffi/fault.rs",
     "src/ffi/log.rs",
     "src/ffi/model.rs",

@@ -8,7 +8,7 @@
 //! ```text
 //! call     the boundary: panics, statuses, messages       value    structs, texts, pointers
 //! device -> bar -> allocation -> fault -> token           status   numbers and their texts
-//!        -> model                   log   messages        sim      the simulated device
+//!        -> model          -> dlpack  log   messages        sim      the simulated device
 //!                                    wait  time-outs, cancelling
 //! ```
 
@@ -16,6 +16,7 @@ pub mod allocation;
 pub mod bar;
 mod call;
 pub mod device;
+pub mod dlpack;
 pub mod fault;
 pub mod log;
 pub mod model;

@@ -7,6 +7,7 @@
 #![expect(unsafe_code, reason = "exported symbols must keep their names")]
 
 use std::cell::RefCell;
+use std::ops::Range;
 
 use super::allocation::AllocationEntry;
 use super::bar::BarEntry;
@@ -18,6 +19,7 @@ use super::tag;
 use super::value::Plain;
 use crate::error::{Error, ErrorCode, Result};
 use crate::memory::pager::{Hit, Hold};
+use crate::runtime::Runtime;
 use crate::slots::{FreeSlot, Ref, SlotCache, Tokens};
 use crate::units::Stream;
 
@@ -46,7 +48,7 @@ pub(super) enum Bytes {
     ToWrite,
 }
 
-struct Held {
+pub(super) struct Held {
     source: Source,
     hold: Hold,
     bytes: Bytes,
@@ -138,7 +140,43 @@ pub(super) fn give_back(token: VbarToken, stream: Stream) -> Result<()> {
     unpinned
 }
 
+/// Looks at what a token holds.
+///
+/// # Errors
+/// `StaleToken`.
+pub(super) fn look<R>(token: VbarToken, look: impl FnOnce(&mut Held) -> R) -> Result<R> {
+    TOKENS.with(token.id, look).ok_or_else(|| spent(token))
+}
+
 impl Held {
+    /// The device that the pages are of.
+    pub(super) fn runtime(&self) -> &Runtime {
+        match &self.source {
+            Source::Bar(entry) => entry.vbar.runtime(),
+            Source::Model(entry) => entry.bar.vbar().runtime(),
+            Source::Allocation(entry) => entry.allocation.runtime(),
+        }
+    }
+
+    /// Device addresses of the pages.
+    pub(super) fn addresses(&self) -> Range<u64> {
+        let base = match &self.source {
+            Source::Bar(entry) => entry.vbar.base().0,
+            Source::Model(entry) => entry.bar.vbar().base().0,
+            Source::Allocation(entry) => {
+                entry.allocation.address().0 - entry.allocation.range().start
+            }
+        };
+        let page_bytes = self.runtime().page_size().bytes();
+        let at = |page: u32| base + u64::from(page) * page_bytes;
+        at(self.hold.pages.start)..at(self.hold.pages.end)
+    }
+
+    /// Whether the bytes wait for a commit.
+    pub(super) fn is_to_be_written(&self) -> bool {
+        self.bytes == Bytes::ToWrite
+    }
+
     #[inline(always)]
     fn unpin(&self, stream: Stream) -> Result<()> {
         let hold = &self.hold;
@@ -186,20 +224,14 @@ pub extern "C" fn vbar_token_unpin(token: VbarToken, stream: VbarStream) -> Vbar
 /// Thread-safe.
 #[unsafe(no_mangle)]
 pub extern "C" fn vbar_token_also_used_on(token: VbarToken, stream: VbarStream) -> VbarStatus {
-    call(|| {
-        let used = TOKENS.with(token.id, |held| held.used_on(Stream(stream)));
-        used.unwrap_or_else(|| Err(spent(token)))
-    })
+    call(|| look(token, |held| held.used_on(Stream(stream)))?)
 }
 
 /// Declares that everything that writes an allocation's bytes was enqueued on `stream`
 /// (`VBAR_STREAM_NONE`: they are in place). The token keeps its pins. Thread-safe.
 #[unsafe(no_mangle)]
 pub extern "C" fn vbar_token_commit(token: VbarToken, stream: VbarStream) -> VbarStatus {
-    call(|| {
-        let committed = TOKENS.with(token.id, |held| held.commit(Stream(stream)));
-        committed.unwrap_or_else(|| Err(spent(token)))
-    })
+    call(|| look(token, |held| held.commit(Stream(stream)))?)
 }
 
 #[cold]

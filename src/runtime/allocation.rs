@@ -7,6 +7,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 
+use super::Runtime;
 use super::bar::{Fault, Guard, VbarInner};
 use crate::driver::CaptureState;
 use crate::error::{Error, ErrorCode, Result};
@@ -69,6 +70,12 @@ impl Allocation {
     #[must_use]
     pub fn address(&self) -> DeviceAddress {
         self.vbar.bar.space.base.offset(self.range.start)
+    }
+
+    /// The runtime that the allocation's VBAR belongs to.
+    #[must_use]
+    pub fn runtime(&self) -> &Runtime {
+        &self.vbar.runtime
     }
 
     /// The bytes' place in the VBAR.

@@ -27,6 +27,7 @@ pub(crate) const HEADERS: &[Header] = &[
             "token",
             "wait",
             "model",
+            "dlpack",
             "statistics",
             "wait",
         ],
