@@ -386,7 +386,9 @@ public:
         : compute_(compute), stream_(device, compute) {
         vbar::Fault fault = bar.allocate(sizeof(State)).fault(stream_.get());
         vbar::Fill *fill = fault.refill();
-        if (!fill) throw std::runtime_error(vbar::text(fault.reason()));
+        if (!fill) {
+            throw std::runtime_error(std::string("no activations: ") + vbar::text(fault.reason()));
+        }
         compute.upload(fill->address(), host_, stream_.get());
         activations_ = fill->commit();
     }

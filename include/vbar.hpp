@@ -27,8 +27,8 @@
 
 #include <vector>
 
+#include "vbar_callbacks.hpp"
 #include "vbar_fault.hpp"
-#include "vbar_log.hpp"
 #include "vbar_types.hpp"
 
 namespace vbar {
@@ -504,6 +504,15 @@ public:
         }
         return Freed{freed.bytes, static_cast<Shortfall>(freed.shortfall), freed.pinned_count};
     }
+    // The longest time that one call waits, for waits that start afterwards.
+    // Errors: invalid_argument for a negative time.
+    Result<void> try_set_wait_timeout(std::chrono::milliseconds timeout) const {
+        if (timeout.count() < 0) {
+            return detail::negative_timeout();
+        }
+        return Result<void>::of(
+            vbar_device_set_wait_timeout(device_, static_cast<std::uint64_t>(timeout.count())));
+    }
     // Ends every wait that is under way on the device with `Status::cancelled`.
     Result<void> try_cancel_waits() const {
         return Result<void>::of(vbar_device_cancel_waits(device_));
@@ -530,6 +539,9 @@ public:
     void refresh() const { try_refresh().value(); }
     std::uint64_t trim(std::uint64_t keep_bytes) const { return try_trim(keep_bytes).value(); }
     Freed free_memory(std::uint64_t bytes) const { return try_free_memory(bytes).value(); }
+    void set_wait_timeout(std::chrono::milliseconds timeout) const {
+        try_set_wait_timeout(timeout).value();
+    }
     void cancel_waits() const { try_cancel_waits().value(); }
     void retire_stream(Stream stream) const { try_retire_stream(stream).value(); }
 #endif
@@ -546,7 +558,7 @@ inline Result<Device> Device::try_open(const DeviceOptions &options) {
         return detail::zero_inside();
     }
     if (options.wait_timeout.count() < 0) {
-        return Error(Status::invalid_argument, "wait_timeout is negative");
+        return detail::negative_timeout();
     }
     VbarDeviceOptions raw = detail::sized<VbarDeviceOptions>();
     raw.driver = options.driver.empty() ? nullptr : options.driver.c_str();

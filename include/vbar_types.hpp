@@ -168,7 +168,12 @@ enum class Eviction : std::uint32_t {
     strict = VBAR_EVICTION_STRICT,
 };
 
-enum class Threads : std::uint32_t { off = VBAR_THREADS_OFF, on = VBAR_THREADS_ON };
+enum class Threads : std::uint32_t {
+    // None, or what the device has where it is open already.
+    unset = VBAR_THREADS_DEFAULT,
+    on = VBAR_THREADS_ON,
+    off = VBAR_THREADS_OFF,
+};
 
 enum class ContextWaits : std::uint32_t {
     allowed = VBAR_CONTEXT_WAITS_ALLOWED,
@@ -302,6 +307,10 @@ template <class T> [[nodiscard]] T sized() noexcept {
     return Error(Status::invalid_argument, "a text has a zero byte inside");
 }
 
+[[nodiscard]] inline Error negative_timeout() {
+    return Error(Status::invalid_argument, "a wait's time-out is negative");
+}
+
 } // namespace detail
 
 // A value, or why there is none. Reading the value of a failure throws the error; where there are
@@ -378,8 +387,8 @@ struct DeviceOptions {
     std::string driver;
     // The device's ordinal in that driver; "cuda:1" has its own.
     std::uint32_t ordinal = 0;
-    // `off`: the library has no thread of its own.
-    Threads threads = Threads::off;
+    // Whether the library may have a thread of its own.
+    Threads threads = Threads::unset;
     // Most device memory for frames, in bytes; 0: what is free, less the headroom.
     std::uint64_t budget_bytes = 0;
     // Device memory left free for others, in bytes; empty: 256 MiB.

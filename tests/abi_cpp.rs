@@ -1,4 +1,4 @@
-//! The C++ headers, compiled as their users would, warnings denied, and run on the simulated device.
+//! The C++ headers, compiled as users would, warnings denied, and run on the simulated device.
 //!
 //! The checks themselves are C++ (`tests/abi/cpp/`); this compiles them in each standard by each
 //! compiler that is here, and runs them, the examples too. `make test` can do without `c++`, which
@@ -146,12 +146,17 @@ fn the_suite_passes_as_cpp17_and_under_valgrind() {
     let suite = builder.suite();
     check_suite_passed(&run(&mut Command::new(&suite)));
     if is_here("valgrind") {
-        let mut checked = Command::new("valgrind");
-        checked.args(["-q", "--error-exitcode=9", "--leak-check=full"]);
-        // The library keeps tables and its logger until the process ends.
-        checked.args(["--show-leak-kinds=definite", "--errors-for-leak-kinds=definite"]);
-        check_suite_passed(&run(checked.arg(&suite)));
+        check_suite_passed(&run(memcheck().arg(&suite)));
     }
+}
+
+/// Valgrind, which fails on an error or a leak.
+fn memcheck() -> Command {
+    let mut command = Command::new("valgrind");
+    command.args(["-q", "--error-exitcode=9", "--leak-check=full"]);
+    // The library keeps tables and its logger until the process ends.
+    command.args(["--show-leak-kinds=definite", "--errors-for-leak-kinds=definite"]);
+    command
 }
 
 #[test]
@@ -187,7 +192,9 @@ fn every_header_stands_alone() {
     }
     let builder = Builder::new("c++", "-std=c++17");
     let warnings = ["-Wconversion", "-Wsign-conversion", "-Wshadow", "-Wold-style-cast"];
-    for header in ["vbar.hpp", "vbar_fault.hpp", "vbar_log.hpp", "vbar_sim.hpp", "vbar_types.hpp"] {
+    for header in
+        ["vbar.hpp", "vbar_fault.hpp", "vbar_callbacks.hpp", "vbar_sim.hpp", "vbar_types.hpp"]
+    {
         let source = builder.path("alone.cpp");
         std::fs::write(&source, format!("#include <{header}>\nint main() {{}}\n")).unwrap();
         for style in [&[][..], &["-fno-exceptions", "-fno-rtti"]] {
@@ -223,7 +230,7 @@ fn every_number_has_its_name() {
 fn every_function_is_used() {
     let read = |name: &str| std::fs::read_to_string(root().join("include").join(name)).unwrap();
     let wrapped: String =
-        ["vbar.hpp", "vbar_fault.hpp", "vbar_log.hpp", "vbar_sim.hpp", "vbar_types.hpp"]
+        ["vbar.hpp", "vbar_fault.hpp", "vbar_callbacks.hpp", "vbar_sim.hpp", "vbar_types.hpp"]
             .into_iter()
             .map(read)
             .collect();
@@ -260,4 +267,54 @@ fn the_smallest_program_runs() {
     let missing = smallest().output().unwrap();
     assert_eq!(missing.status.code(), Some(1));
     assert!(String::from_utf8_lossy(&missing.stderr).contains("model.safetensors"));
+}
+
+#[test]
+fn the_engine_computes_what_the_host_does() {
+    if !is_here("c++") {
+        return;
+    }
+    // It runs as a file of a user's own would, in either standard.
+    for standard in ["-std=c++17", "-std=c++20"] {
+        let builder = Builder::new("c++", standard);
+        let engine = builder.link("engine", &["-O1"], &[root().join("examples/engine.cpp")]);
+        let driver = "sim:capacity=512M,address_space=8G";
+        let checked = standard == "-std=c++17" && is_here("valgrind");
+        let mut command = if checked { memcheck() } else { Command::new(&engine) };
+        if checked {
+            command.arg(&engine);
+        }
+        // The output of its own model is larger than the budget.
+        let printed = run(command.env("VBAR_DRIVER", driver));
+        check_engine(&printed);
+        assert!(printed.contains("20 layers on the device, 2 on the host"), "{printed}");
+
+        let model = builder.path("model.safetensors");
+        vbar::model::synth::synthesize(&model, 24 << 20, 5).unwrap();
+        let by_name = ["--driver", "sim:capacity=600M,seed=4", model.to_str().unwrap(), "12"];
+        let printed = run(Command::new(&engine).args(by_name));
+        check_engine(&printed);
+        assert!(printed.contains("capacity=600M"), "{printed}");
+
+        let refused = Command::new(&engine).args(["--driver", driver, "/nowhere"]).output();
+        let refused = refused.unwrap();
+        assert_eq!(refused.status.code(), Some(1));
+        assert!(String::from_utf8_lossy(&refused.stderr).contains("/nowhere"));
+        let refused = Command::new(&engine).arg("--help").output().unwrap();
+        assert_eq!(refused.status.code(), Some(2));
+    }
+}
+
+/// Passes over a model larger than the budget.
+#[track_caller]
+fn check_engine(printed: &str) {
+    assert!(printed.ends_with("all results are right\n"), "{printed}");
+    assert!(printed.contains("a simulated device"), "{printed}");
+    let number = |before: &str| -> u64 {
+        let end = printed.find(before).unwrap_or_else(|| panic!("no {before:?} in {printed}"));
+        let digits = printed[..end].rsplit(|character: char| !character.is_ascii_digit()).next();
+        digits.unwrap().parse().unwrap()
+    };
+    assert!(number(" pages evicted") > 0, "{printed}");
+    assert!(number(" layers on the device") > 0, "{printed}");
 }

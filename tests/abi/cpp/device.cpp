@@ -108,6 +108,32 @@ TEST(a_wait_is_cancelled) {
     CHECK_EQ(status, Status::cancelled);
 }
 
+TEST(a_thread_ends_its_own_waits) {
+    Sim sim;
+    const vbar::Bar bar = sim.device.create_bar(PAGE);
+    const vbar::Allocation weight = bar.allocate(PAGE);
+    auto fill = weight.fault(sim.stream);
+    int asked = 0;
+    {
+        auto check = vbar::WaitCheck::install([&] { return ++asked == 3; });
+        CHECK_THROWS(cancelled, weight.fault_wait(sim.stream));
+        CHECK_EQ(asked, 3);
+        // A newer one takes over, and the end of the older takes nothing from it.
+        check = vbar::WaitCheck::install([&] { return true; });
+        CHECK_THROWS(cancelled, weight.fault_wait(sim.stream));
+        // Other threads are not asked.
+        sim.device.set_wait_timeout(std::chrono::milliseconds(10));
+        Status other = Status::ok;
+        std::thread([&] { other = weight.try_fault_wait(sim.stream).status(); }).join();
+        CHECK_EQ(other, Status::timed_out);
+        const vbar::WaitCheck moved = std::move(check);
+        CHECK_THROWS(cancelled, weight.fault_wait(sim.stream));
+    }
+    CHECK_THROWS(timed_out, weight.fault_wait(sim.stream));
+    CHECK_EQ(asked, 3);
+    CHECK_THROWS(invalid_argument, sim.device.set_wait_timeout(std::chrono::milliseconds(-1)));
+}
+
 TEST(a_stream_is_retired) {
     Sim sim;
     {

@@ -16,7 +16,8 @@ template <class T> constexpr bool moves_only() {
 
 static_assert(moves_only<vbar::Device>() && moves_only<vbar::Bar>() && moves_only<vbar::Model>());
 static_assert(moves_only<vbar::Guard>() && moves_only<vbar::Fill>() && moves_only<vbar::Fault>());
-static_assert(moves_only<vbar::LogSink>() && moves_only<vbar::sim::Stream>());
+static_assert(moves_only<vbar::LogSink>() && moves_only<vbar::WaitCheck>());
+static_assert(moves_only<vbar::sim::Stream>());
 static_assert(moves_only<vbar::sim::Control>());
 static_assert(std::is_trivially_copyable_v<vbar::BarView>);
 static_assert(std::is_trivially_copyable_v<vbar::Allocation>);

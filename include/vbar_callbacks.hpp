@@ -1,11 +1,12 @@
-// vbar for C++17: the library's messages, for a callable or for who polls.
+// vbar for C++17: callables that the library calls, for its messages and while it waits.
 //
-// Owns the one place that a process has for them. vbar.hpp includes this file.
+// Owns the one place that a process has for messages, and the one that a thread has for a check of
+// its waits: each is given back when its object ends. vbar.hpp includes this file.
 //
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-#ifndef VBAR_LOG_HPP
-#define VBAR_LOG_HPP
+#ifndef VBAR_CALLBACKS_HPP
+#define VBAR_CALLBACKS_HPP
 
 #include <atomic>
 #include <memory>
@@ -16,8 +17,24 @@ namespace vbar {
 inline namespace VBAR_FAILURES {
 
 namespace detail {
-// Which sink the library delivers to.
+
+// A callable of any type, on the heap, where its address stays.
+class Callable {
+public:
+    template <class F>
+    explicit Callable(F call)
+        : held_(new F(std::move(call)), [](void *held) { delete static_cast<F *>(held); }) {}
+    [[nodiscard]] void *get() const noexcept { return held_.get(); }
+    void reset() noexcept { held_.reset(); }
+
+private:
+    std::unique_ptr<void, void (*)(void *)> held_;
+};
+
+// Whose messages are delivered, and who is asked on this thread.
 inline std::atomic<const void *> delivered_to{nullptr};
+inline thread_local const void *asked_here = nullptr;
+
 } // namespace detail
 
 // Takes the library's messages, until it ends: `call(level, text)` for each of `level` and more
@@ -28,11 +45,10 @@ class [[nodiscard]] LogSink {
 public:
     // Errors: unsupported where the program has a Rust logger, which takes the messages.
     template <class F> static Result<LogSink> try_install(LogLevel level, F call) {
-        const auto free = [](void *held) { delete static_cast<F *>(held); };
-        LogSink sink(Held(new F(std::move(call)), free));
-        VbarStatus status = vbar_log_set_callback(deliver<F>, sink.held_.get());
+        LogSink sink{detail::Callable(std::move(call))};
+        VbarStatus status = vbar_log_set_callback(deliver<F>, sink.call_.get());
         if (status == VBAR_STATUS_OK) {
-            detail::delivered_to = sink.held_.get();
+            detail::delivered_to = sink.call_.get();
             status = vbar_log_set_level(static_cast<std::uint32_t>(level));
         }
         if (status != VBAR_STATUS_OK) {
@@ -49,16 +65,14 @@ public:
     LogSink &operator=(LogSink &&other) noexcept {
         if (this != &other) {
             end();
-            held_ = std::move(other.held_);
+            call_ = std::move(other.call_);
         }
         return *this;
     }
     ~LogSink() { end(); }
 
 private:
-    using Held = std::unique_ptr<void, void (*)(void *)>;
-
-    explicit LogSink(Held held) noexcept : held_(std::move(held)) {}
+    explicit LogSink(detail::Callable call) noexcept : call_(std::move(call)) {}
 
     template <class F>
     static void deliver(std::uint32_t level, const char *message, void *user) noexcept {
@@ -67,14 +81,14 @@ private:
 
     // A sink that was taken over from is not called any more, as the C function promises.
     void end() noexcept {
-        const void *own = held_.get();
+        const void *own = call_.get();
         if (own && detail::delivered_to.compare_exchange_strong(own, nullptr)) {
             static_cast<void>(vbar_log_set_callback(nullptr, nullptr));
         }
-        held_.reset();
+        call_.reset();
     }
 
-    Held held_;
+    detail::Callable call_;
 };
 
 // Which messages are kept, for a sink or for `try_poll_log`; `off`, the default, is none.
@@ -99,7 +113,54 @@ inline void set_log_level(LogLevel level) { try_set_log_level(level).value(); }
 inline std::optional<LogMessage> poll_log() { return try_poll_log().value(); }
 #endif
 
+// Ends waits of the thread that makes it, on all devices, until it ends: `stop()` is asked about
+// every 5 ms while a call of the library waits there, with no lock held; true ends the wait with
+// `Status::cancelled`. A throw of `stop` ends the program. A thread has one check: a newer one
+// takes over. Make and end checks on the thread that they are for.
+class [[nodiscard]] WaitCheck {
+public:
+    template <class F> static Result<WaitCheck> try_install(F stop) {
+        WaitCheck check{detail::Callable(std::move(stop))};
+        if (const VbarStatus status = vbar_thread_set_wait_check(ask<F>, check.stop_.get())) {
+            return Error(status);
+        }
+        detail::asked_here = check.stop_.get();
+        return check;
+    }
+#if VBAR_HAS_EXCEPTIONS
+    template <class F> static WaitCheck install(F stop) {
+        return try_install(std::move(stop)).value();
+    }
+#endif
+    WaitCheck(WaitCheck &&) noexcept = default;
+    WaitCheck &operator=(WaitCheck &&other) noexcept {
+        if (this != &other) {
+            end();
+            stop_ = std::move(other.stop_);
+        }
+        return *this;
+    }
+    ~WaitCheck() { end(); }
+
+private:
+    explicit WaitCheck(detail::Callable stop) noexcept : stop_(std::move(stop)) {}
+
+    template <class F> static std::int32_t ask(void *user) noexcept {
+        return (*static_cast<F *>(user))() ? 1 : 0;
+    }
+
+    void end() noexcept {
+        if (stop_.get() && detail::asked_here == stop_.get()) {
+            detail::asked_here = nullptr;
+            static_cast<void>(vbar_thread_set_wait_check(nullptr, nullptr));
+        }
+        stop_.reset();
+    }
+
+    detail::Callable stop_;
+};
+
 } // namespace VBAR_FAILURES
 } // namespace vbar
 
-#endif // VBAR_LOG_HPP
+#endif // VBAR_CALLBACKS_HPP
