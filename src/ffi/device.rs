@@ -232,8 +232,6 @@ fn runtime_options(options: &VbarDeviceOptions) -> Result<RuntimeOptions> {
         VBAR_HEADROOM_NONE => Some(0),
         bytes => Some(bytes),
     };
-    choice("threads", options.threads, [(), ()])?;
-    choice("poison", options.poison, [(), ()])?;
     let given = |count: u64| (count != 0).then_some(count);
     Ok(RuntimeOptions {
         budget_bytes: given(options.budget_bytes),

@@ -2,7 +2,8 @@
  * What the C tests share: checks that say where they failed, and a device to test on.
  *
  * The device is a small simulated one, or what the environment variable VBAR_TEST_DRIVER says:
- * "cuda" runs the tests that make sense there on a GPU. A test that hangs is ended.
+ * "cuda" runs the tests that make sense there on a GPU. With VBAR_TEST_THREADS set the library has
+ * its own thread. A test that hangs is ended.
  */
 #ifndef VBAR_TESTS_CHECK_H
 #define VBAR_TESTS_CHECK_H
@@ -78,6 +79,7 @@ static inline VbarDeviceOptions test_options(uint64_t pages) {
     options.page_bytes = page_bytes();
     options.budget_bytes = pages * page_bytes();
     options.headroom_bytes = VBAR_HEADROOM_NONE;
+    options.threads = getenv("VBAR_TEST_THREADS") ? VBAR_THREADS_ON : VBAR_THREADS_OFF;
     return options;
 }
 

@@ -9,7 +9,7 @@ CASE(vbar_bar_create) {
     static const uint64_t sizes[] = {0, UINT64_MAX, UINT64_MAX - 1, UINT64_C(1) << 63};
     for (size_t at = 0; at < COUNT_OF(sizes); at++) {
         FAILS(vbar_bar_create(world.device, sizes[at], untouched()),
-              VBAR_STATUS_INVALID_ARGUMENT, "pages are possible");
+              VBAR_STATUS_INVALID_ARGUMENT, "creating a VBAR");
         CHECK(is_untouched());
     }
 }

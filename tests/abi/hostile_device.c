@@ -102,8 +102,8 @@ CASE(vbar_device_open) {
     options.context_waits = UINT32_MAX;
     OPEN_FAILS(options, VBAR_STATUS_INVALID_ARGUMENT, "context_waits is 4294967295");
     options = good;
-    options.threads = 2;
-    OPEN_FAILS(options, VBAR_STATUS_INVALID_ARGUMENT, "threads is 2");
+    options.threads = VBAR_THREADS_OFF + 1;
+    OPEN_FAILS(options, VBAR_STATUS_INVALID_ARGUMENT, "threads is 3");
     options = good;
     options.poison = 2;
     OPEN_FAILS(options, VBAR_STATUS_INVALID_ARGUMENT, "poison is 2");
@@ -182,6 +182,36 @@ CASE(vbar_device_cancel_waits) {
     OK(vbar_device_cancel_waits(world.device));
 }
 
+CASE(vbar_device_set_wait_timeout) {
+    EACH_BAD_ID(DEVICE, VbarDevice, bad, vbar_device_set_wait_timeout(bad, 1));
+    for (size_t at = 0; at < edge_count; at++) {
+        OK(vbar_device_set_wait_timeout(world.device, edges[at]));
+        OK(vbar_device_refresh(world.device));
+    }
+    OK(vbar_device_set_wait_timeout(world.device, 30000));
+}
+
+static int32_t give_up(void *user) {
+    ++*(unsigned *)user;
+    return INT32_MIN;
+}
+
+CASE(vbar_thread_set_wait_check) {
+    unsigned asked = 0;
+    OK(vbar_thread_set_wait_check(NULL, (void *)UINTPTR_MAX));
+    OK(vbar_thread_set_wait_check(give_up, &asked));
+    /* Waits for a token that nobody gives back meanwhile. */
+    VbarBar bar;
+    VbarFault told;
+    OK(vbar_bar_create(world.device, world.page, &bar));
+    OK(vbar_bar_fault(bar, 0, 1, VBAR_STREAM_NONE, &told));
+    FAILS(vbar_bar_destroy_wait(bar), VBAR_STATUS_CANCELLED, NULL);
+    CHECK(asked >= 1);
+    OK(vbar_token_unpin(told.token, VBAR_STREAM_NONE));
+    OK(vbar_thread_set_wait_check(NULL, NULL));
+    OK(vbar_thread_set_wait_check(NULL, NULL));
+}
+
 CASE(vbar_device_statistics) {
     BAD_STRUCTS(VbarStatistics, bad, vbar_device_statistics(world.device, bad));
     EACH_BAD_ID(DEVICE, VbarDevice, bad,
@@ -211,5 +241,6 @@ const struct Case device_cases[] = {
     ENTRY(vbar_device_refresh),      ENTRY(vbar_device_trim),
     ENTRY(vbar_device_free_memory),  ENTRY(vbar_device_cancel_waits),
     ENTRY(vbar_device_statistics),   ENTRY(vbar_stream_retire),
+    ENTRY(vbar_device_set_wait_timeout), ENTRY(vbar_thread_set_wait_check),
     {0},
 };

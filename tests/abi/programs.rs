@@ -28,6 +28,15 @@ fn check_program(sources: &[&str]) {
     run(Command::new(program).arg(programs.path()));
 }
 
+/// As [`check_program`], once more with a thread of the library's own.
+#[track_caller]
+fn check_program_with_threads(sources: &[&str]) {
+    let programs = Programs::new();
+    let program = programs.compile("program", sources);
+    run(Command::new(&program).arg(programs.path()));
+    run(Command::new(&program).arg(programs.path()).env("VBAR_TEST_THREADS", "1"));
+}
+
 #[test]
 fn every_function_has_a_hostile_case() {
     let programs = Programs::new();
@@ -39,7 +48,7 @@ fn every_function_has_a_hostile_case() {
 
 #[test]
 fn hostile_calls_come_back_with_a_status_and_change_nothing() {
-    check_program(HOSTILE);
+    check_program_with_threads(HOSTILE);
 }
 
 #[test]
@@ -49,12 +58,12 @@ fn structs_grow_in_both_directions() {
 
 #[test]
 fn scenarios_4_and_5_ids_are_closed_once() {
-    check_program(&["tests/abi/life.c"]);
+    check_program_with_threads(&["tests/abi/life.c"]);
 }
 
 #[test]
 fn threads_without_a_context_may_call_everything() {
-    check_program(&["tests/abi/threads.c"]);
+    check_program_with_threads(&["tests/abi/threads.c"]);
 }
 
 #[test]
@@ -69,12 +78,17 @@ fn scenario_32_addresses_are_what_they_cost() {
 
 #[test]
 fn processes_end_and_fork_with_everything_open() {
-    check_program(&["tests/abi/process.c"]);
+    check_program_with_threads(&["tests/abi/process.c"]);
 }
 
 #[test]
 fn messages_are_delivered_with_no_lock_held() {
     check_program(&["tests/abi/log.c"]);
+}
+
+#[test]
+fn scenario_60_messages_say_what_failed_and_how_full_it_was() {
+    check_program(&["tests/abi/messages.c"]);
 }
 
 #[test]
