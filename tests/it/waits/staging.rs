@@ -140,10 +140,10 @@ fn a_slot_in_another_threads_hands_is_waited_for_with_the_ring_free() {
         assert_eq!(failed.code(), ErrorCode::TimedOut);
         assert!(failed.to_string().contains(WaitKind::Staging.word()), "{failed}");
         held.world.runtime.set_wait_timeout(Duration::MAX);
-        // In the middle of this thread's wait the other one gives the slot back, for which it takes
-        // the ring.
+        // In the middle of a thread's wait the other one gives the slot back, for which it takes
+        // the ring. Another tensor: the pages of the last are on their way out, which comes first.
         let asked = AtomicBool::new(false);
-        let_go_during_a_wait(&held, tensors[2], let_go, &asked);
+        let_go_during_a_wait(&held, tensors[3], let_go, &asked);
         assert!(asked.load(Ordering::Acquire), "nothing waited");
     });
     held.check_goes_on();
