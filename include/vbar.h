@@ -1729,25 +1729,6 @@ void vbar_dlpack_capsule_destructor(void *capsule);
  */
 VbarStatus vbar_device_statistics(struct VbarDevice device, struct VbarStatistics *statistics);
 
-/*
- Sets the longest time that one call waits for anything, in milliseconds, for waits that start
- afterwards. Thread-safe.
- */
-VbarStatus vbar_device_set_wait_timeout(struct VbarDevice device, uint64_t milliseconds);
-
-/*
- Has the calling thread's waits ask `check`; NULL ends that. It concerns this thread alone, on
- all devices. Thread-safe.
- The thread may call `check` with `user` until another one is set, or it ends.
- */
-VbarStatus vbar_thread_set_wait_check(VbarWaitCheck check, void *user);
-
-/*
- Ends every wait that is under way on the device with `VBAR_STATUS_CANCELLED`; later ones are not
- touched. Thread-safe; for another thread than the one that waits.
- */
-VbarStatus vbar_device_cancel_waits(struct VbarDevice device);
-
 #ifdef __cplusplus
 }  // extern "C"
 #endif  // __cplusplus

@@ -1,4 +1,4 @@
-//! The C ABI from outside: header, exported symbols, C, C++ and Python against the built library.
+//! The C ABI from outside: header, exported symbols, C and C++ against the built library.
 
 #![expect(clippy::unwrap_used, reason = "in a test a panic is the report")]
 
@@ -74,13 +74,4 @@ fn a_cpp_program_reads_the_status_texts() {
         return;
     }
     check_compiles_and_runs("c++", &["-std=c++17", "-x", "c++"]);
-}
-
-#[test]
-fn the_python_shim_checks_the_abi_first() {
-    run(Command::new("python3")
-        .arg(root().join("tests/python/test_shim.py"))
-        .env("PYTHONPATH", root().join("python_shim"))
-        .env("PYTHONDONTWRITEBYTECODE", "1")
-        .env("VBAR_LIBRARY", library()));
 }

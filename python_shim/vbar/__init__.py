@@ -1,62 +1,148 @@
-"""vbar: a CUDA virtual-memory allocator.
+"""vbar: a CUDA virtual-memory allocator, for models that are larger than the GPU.
 
-This package finds the native library, loads it once and compares its ABI version before it calls
-anything else. ``VBAR_LIBRARY`` names another library than the one beside the package.
+A :class:`Device` has VBARs: addresses that cost nothing. A *fault* puts memory behind them when a
+layer needs its weights, and fills it from a safetensors file; memory is taken back from the coldest
+weights when anything else needs it::
+
+    import torch, vbar
+
+    with vbar.Device(budget="8G") as device, device.open_model("model.safetensors") as model:
+        for name in model:
+            with model.fault(name) as weight:
+                if weight:
+                    use(torch.from_dlpack(weight.view()))
+                else:
+                    use_the_copy_of_the_host(name, weight.reason)
+
+That a weight does not fit is an outcome and not an error: the result of a fault is false then, and
+has a ``reason``. What fails raises a subclass of :class:`Error`, one for each status of the C ABI.
+
+All of it may be used from several threads. After a fork the child cannot use the device: every call
+raises :class:`ProcessEnding` there. The library's messages go to the logger ``"vbar"``.
 """
 
 from __future__ import annotations
 
-import ctypes
-import os
-import pathlib
+from ._abi import ABI_VERSION
+from ._bar import Allocation, Bar
+from ._device import Device
+from ._dlpack import View
+from ._dtypes import Dtype
+from ._errors import (
+    AbiError,
+    AlreadyOpen,
+    Cancelled,
+    Closed,
+    DeviceLost,
+    DeviceNotRegistered,
+    DriverError,
+    DriverMissing,
+    Error,
+    FileChanged,
+    FileError,
+    FormatError,
+    GuardReleased,
+    HostMemory,
+    InternalError,
+    InvalidArgument,
+    NoAddresses,
+    NotFound,
+    ProcessEnding,
+    StaleHandle,
+    StaleToken,
+    TimedOut,
+    TooManyMappings,
+    TooManyPins,
+    Unsupported,
+)
+from ._guard import Busy, Guard, Guards, Offloaded, Refill
+from ._library import load, status_text, version
+from ._log import deliver as deliver_messages
+from ._model import Model, Tensor
+from ._sizes import Size
+from ._streams import NO_STREAM, Stream
+from ._values import (
+    BarInfo,
+    BudgetSource,
+    ContextWaits,
+    DeviceInfo,
+    Eviction,
+    Freed,
+    Page,
+    PageState,
+    Reason,
+    Segment,
+    Shortfall,
+    Statistics,
+    WaitCount,
+    WaitKind,
+)
 
-__all__ = ["ABI_VERSION", "AbiError", "load", "status_text", "version"]
+__all__ = [
+    "ABI_VERSION",
+    "NO_STREAM",
+    "AbiError",
+    "Allocation",
+    "AlreadyOpen",
+    "Bar",
+    "BarInfo",
+    "BudgetSource",
+    "Busy",
+    "Cancelled",
+    "Closed",
+    "ContextWaits",
+    "Device",
+    "DeviceInfo",
+    "DeviceLost",
+    "DeviceNotRegistered",
+    "DriverError",
+    "DriverMissing",
+    "Dtype",
+    "Error",
+    "Eviction",
+    "FileChanged",
+    "FileError",
+    "FormatError",
+    "Freed",
+    "Guard",
+    "GuardReleased",
+    "Guards",
+    "HostMemory",
+    "InternalError",
+    "InvalidArgument",
+    "Model",
+    "NoAddresses",
+    "NotFound",
+    "Offloaded",
+    "Page",
+    "PageState",
+    "ProcessEnding",
+    "Reason",
+    "Refill",
+    "Segment",
+    "Shortfall",
+    "Size",
+    "StaleHandle",
+    "StaleToken",
+    "Statistics",
+    "Stream",
+    "Tensor",
+    "TimedOut",
+    "TooManyMappings",
+    "TooManyPins",
+    "Unsupported",
+    "View",
+    "WaitCount",
+    "WaitKind",
+    "deliver_messages",
+    "load",
+    "status_text",
+    "version",
+]
 
-#: The ABI that this package was written for.
-ABI_VERSION = 1
 
-_library: ctypes.CDLL | None = None
-
-
-class AbiError(ImportError):
-    """The native library is missing, or of another ABI than this package."""
-
-
-def load() -> ctypes.CDLL:
-    """Load the native library, once a process.
-
-    Raises:
-        AbiError: it is missing, is no vbar library, or has another ABI version.
-    """
-    global _library
-    if _library is not None:
-        return _library
-    beside = pathlib.Path(__file__).with_name("libvbar.so")
-    path = os.environ.get("VBAR_LIBRARY") or str(beside)
-    try:
-        library = ctypes.CDLL(path)
-        abi_version = library.vbar_abi_version
-    except (OSError, AttributeError) as error:
-        raise AbiError(f"{path} is no vbar library: {error}") from error
-    abi_version.restype, abi_version.argtypes = ctypes.c_uint32, []
-    found = abi_version()
-    if found != ABI_VERSION:
-        raise AbiError(
-            f"{path} has ABI {found}, this package needs {ABI_VERSION}: "
-            "install library and package of one version"
-        )
-    library.vbar_version.restype, library.vbar_version.argtypes = ctypes.c_char_p, []
-    library.vbar_status_text.restype = ctypes.c_char_p
-    library.vbar_status_text.argtypes = [ctypes.c_int32]
-    _library = library
-    return library
-
-
-def version() -> str:
-    """The native library's version."""
-    return load().vbar_version().decode()
-
-
-def status_text(status: int) -> str:
-    """A sentence for a status number of the C ABI."""
-    return load().vbar_status_text(status).decode()
+def __getattr__(name: str) -> str:
+    # Asked of the library, so that importing the package does not load it.
+    if name == "__version__":
+        return version()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

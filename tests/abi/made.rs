@@ -29,7 +29,6 @@ pub(crate) const HEADERS: &[Header] = &[
             "model",
             "dlpack",
             "statistics",
-            "wait",
         ],
         includes: &[],
         constants: "

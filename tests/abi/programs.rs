@@ -17,6 +17,7 @@ const HOSTILE: &[&str] = &[
     "tests/abi/hostile_device.c",
     "tests/abi/hostile_bar.c",
     "tests/abi/hostile_model.c",
+    "tests/abi/hostile_dlpack.c",
     "tests/abi/hostile_sim.c",
 ];
 

@@ -1,0 +1,357 @@
+"""VBARs and allocations: faults, marks, memory given back, residency."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import weakref
+from typing import TYPE_CHECKING, Any, Iterable, Sequence, Union
+
+from . import _abi
+from ._call import call
+from ._device import Device, asked_bytes, c_path, close_once, freed_of
+from ._errors import InvalidArgument
+from ._guard import Busy, Guard, Offloaded, Refill, fault_of
+from ._sizes import Size, parse_size, unsigned
+from ._streams import Stream, handle_of
+from ._unshared import Unshared
+from ._values import BarInfo, Freed, Page, PageState, Reason, Segment
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+#: A path, a descriptor, or something that has one.
+BindSource = Union[str, bytes, "os.PathLike[Any]", int, Any]
+
+_U32_MAX = (1 << 32) - 1
+
+
+class Bar(Unshared):
+    """A VBAR: addresses for one model, memory only where it is needed.
+
+    Closing it, or dropping it, never blocks: its memory goes when the work that uses it is done and
+    its guards are gone.
+    """
+
+    #: Of a model's VBAR there is none.
+    _closing: weakref.finalize[Any, Bar] | None = None
+
+    def __init__(self, device: Device, nbytes: Size) -> None:
+        handle, lib = _abi.Bar(), device._lib
+        try:
+            call(lib.vbar_bar_create, device._id, parse_size(nbytes, "nbytes"), handle)
+        finally:
+            # A signal's handler may have raised although the VBAR was made.
+            if handle.value:
+                self._closing = weakref.finalize(self, lib.vbar_bar_destroy, handle.value)
+        self._adopt(device, handle.value, bound=False)
+
+    @classmethod
+    def _of_model(cls, device: Device, handle: int) -> Bar:
+        """A model's VBAR, which ends with it."""
+        bar = object.__new__(cls)
+        bar._adopt(device, handle, bound=True)
+        return bar
+
+    def _adopt(self, device: Device, handle: int, bound: bool) -> None:
+        self._device, self._lib, self._id = device, device._lib, handle
+        self._bound = bound
+        info = self._read_info()
+        #: First device address, a multiple of the page size; it never changes.
+        self.address: int = info.address
+        #: Length in bytes, whole pages.
+        self.nbytes: int = info.bytes
+        #: Size of a page in bytes.
+        self.page_size: int = info.page_bytes
+        #: Pages.
+        self.page_count: int = info.page_count
+
+    def __enter__(self) -> Bar:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<vbar.Bar {self.nbytes} bytes at {self.address:#x}>"
+
+    def close(self, wait: bool = False, stream: Stream = None) -> None:
+        """Close the VBAR and its allocations. A second time does nothing.
+
+        Args:
+            wait: until its memory was given back, which it is not while guards are held.
+            stream: of its last work, when it is waited for; as for :meth:`fault`. What other
+                streams did is known by :meth:`end_of_run` for each of them.
+
+        Raises:
+            TimedOut, Cancelled: the wait ended; the VBAR is closed all the same.
+            InvalidArgument: it is a model's.
+        """
+        if self._closing is None:
+            raise InvalidArgument("the VBAR belongs to a model: close the model")
+        if wait and self._closing.alive:
+            # No fence may cover the last use yet, and nobody will come to record one.
+            self.end_of_run(stream)
+            if self._closing.detach() is not None:
+                call(self._lib.vbar_bar_destroy_wait, self._id)
+        else:
+            close_once(self._closing)
+
+    def bind(self, sources: Sequence[BindSource], segments: Iterable[Segment]) -> None:
+        """Bind a VBAR that was never used to files: from now on a fault fills what it maps.
+
+        Works for any format whose tensors are stored as they are in memory.
+
+        Args:
+            sources: the files, by path or descriptor.
+            segments: which bytes of which file belong where; none overlap.
+
+        Raises:
+            FileError: a file cannot be opened.
+            InvalidArgument: the segments are not within the VBAR, overlap, or it was used.
+        """
+        files = (_abi.BindSource * len(sources))()
+        for told, source in zip(files, sources):
+            if isinstance(source, (str, bytes, os.PathLike)):
+                told.path = c_path(source)
+            else:
+                told.descriptor = descriptor_of(source)
+        pieces = [
+            _abi.BindSegment(
+                bar_offset=unsigned(segment[0], "bar_offset"),
+                source_offset=unsigned(segment[1], "source_offset"),
+                bytes=unsigned(segment[2], "nbytes"),
+                source=unsigned(segment[3], "source", _U32_MAX) if len(segment) > 3 else 0,
+            )
+            for segment in segments
+        ]
+        array = (_abi.BindSegment * len(pieces))(*pieces)
+        call(self._lib.vbar_bar_bind, self._id, files, len(files), array, len(pieces))
+        self._bound = True
+
+    def fault(self, offset: int, nbytes: int, stream: Stream = None) -> Guard | Offloaded:
+        """Make bytes resident for work on ``stream``, and pin them.
+
+        On a bound VBAR they are the file's; on another what was last written while the guard's
+        ``signature`` stays the same. Use the result as a context manager; it is false when the
+        bytes are offloaded, and says why::
+
+            with bar.fault(offset, nbytes, stream=stream) as weight:
+                if weight:
+                    launch(weight.address, stream)
+                else:
+                    print(weight.reason)
+
+        Args:
+            offset: first byte.
+            nbytes: length in bytes.
+            stream: the work's stream: a number, a stream of torch, CuPy or CUDA Python; ``None`` is
+                torch's current stream where torch uses CUDA, else CUDA's default stream;
+                ``NO_STREAM`` waits until the bytes are there.
+
+        Raises:
+            InvalidArgument: the range is outside the VBAR, or ``stream`` is none.
+            FileError, FileChanged: the file cannot be read, or is another one now.
+            TimedOut, Cancelled: a wait ended.
+        """
+        at, size = unsigned(offset, "offset"), unsigned(nbytes, "nbytes")
+        handle = handle_of(stream, self._device._torch_ordinal)
+        fault = self._fault_raw(at, size, handle)
+        if not fault.token:
+            return Offloaded(Reason(fault.reason))
+        return self._guard_of(fault, at, size, handle, stream)
+
+    def _fault_raw(self, offset: int, nbytes: int, stream: int) -> _abi.Fault:
+        return fault_of(self._lib.vbar_bar_fault, self._id, offset, nbytes, stream)
+
+    def _guard_of(
+        self, fault: _abi.Fault, offset: int, nbytes: int, stream: int, owner: Any
+    ) -> Guard:
+        again = functools.partial(self._fault_raw, offset, nbytes)
+        return Guard(self._device, fault, stream, owner, again, writable=not self._bound)
+
+    def allocate(self, nbytes: Size) -> Allocation:
+        """Take the next bytes, 512-byte aligned, for a weight that the program writes itself.
+
+        It ends with the VBAR.
+
+        Raises:
+            NoAddresses: they do not fit.
+            InvalidArgument: the VBAR is bound.
+        """
+        return Allocation._in(self, parse_size(nbytes, "nbytes"))
+
+    def info(self) -> BarInfo:
+        """The VBAR's marks now."""
+        info = self._read_info()
+        return BarInfo(
+            page_count=info.page_count,
+            resident_count=info.resident_count,
+            watermark=info.watermark,
+            floor=info.floor,
+            priority_class=info.class_,
+            has_addresses=bool(info.has_addresses),
+        )
+
+    def _read_info(self) -> _abi.BarInfo:
+        info = _abi.BarInfo(size=ctypes.sizeof(_abi.BarInfo))
+        call(self._lib.vbar_bar_info, self._id, info)
+        return info
+
+    def residency(self, first: int = 0, count: int | None = None) -> list[Page]:
+        """The state of ``count`` pages from ``first`` on; ``None`` is up to the last."""
+        start = unsigned(first, "first", _U32_MAX)
+        if count is None:
+            count = max(self.page_count - start, 0)
+        number = unsigned(count, "count", self.page_count)
+        pages = (_abi.Page * number)()
+        call(self._lib.vbar_bar_residency, self._id, start, number, pages)
+        return [Page(PageState(page.state), page.pin_count, page.generation) for page in pages]
+
+    def prioritise(self) -> None:
+        """Make the VBAR the newest of its class, and lift its watermark to all pages."""
+        call(self._lib.vbar_bar_prioritise, self._id)
+
+    def deprioritise(self) -> None:
+        """Make the VBAR the oldest of its class: the first to lose pages."""
+        call(self._lib.vbar_bar_deprioritise, self._id)
+
+    def set_class(self, priority_class: int) -> None:
+        """Put the VBAR into a class, 0 at first; a larger one is kept longer."""
+        shifted = unsigned(priority_class + (1 << 31), "2^31 + the class", _U32_MAX)
+        call(self._lib.vbar_bar_set_class, self._id, shifted - (1 << 31))
+
+    def set_floor(self, page_count: int) -> None:
+        """Keep the first pages from eviction until the end of the run."""
+        pages = unsigned(page_count, "page_count", _U32_MAX)
+        call(self._lib.vbar_bar_set_floor, self._id, pages)
+
+    def set_watermark(self, page_count: int) -> None:
+        """Set the watermark of a VBAR that is not bound, and free unpinned pages at or above it."""
+        pages = unsigned(page_count, "page_count", _U32_MAX)
+        call(self._lib.vbar_bar_set_watermark, self._id, pages)
+
+    def free_memory(self, nbytes: Size | None = None) -> Freed:
+        """Give memory back to the driver: from the end down to the floor, whole pages.
+
+        Waits for fences, never for pins: call :meth:`end_of_run` first, so that there is one behind
+        the last use. ``None`` asks for everything.
+        """
+        freed = _abi.Freed()
+        call(self._lib.vbar_bar_free_memory, self._id, asked_bytes(nbytes), freed)
+        return freed_of(freed)
+
+    def end_of_run(self, stream: Stream = None, release_pins: bool = False) -> int:
+        """End a run whose work was enqueued on ``stream``: records a fence, lifts the floor.
+
+        Args:
+            stream: as for :meth:`fault`.
+            release_pins: take pins that are still held back by force: their guards are stale.
+
+        Returns:
+            How many pages had pins.
+        """
+        pinned = ctypes.c_uint32()
+        held = _abi.HELD_PINS_RELEASE if release_pins else _abi.HELD_PINS_KEEP
+        handle = handle_of(stream, self._device._torch_ordinal)
+        call(self._lib.vbar_bar_end_of_run, self._id, handle, held, pinned)
+        return pinned.value
+
+
+class Allocation(Unshared):
+    """A piece of a VBAR whose bytes the program writes itself. It ends with the VBAR.
+
+    ::
+
+        with weight.fault(stream=stream) as bytes:
+            if isinstance(bytes, vbar.Refill):
+                write(bytes.address, stream)
+                bytes.commit()
+            if bytes:
+                launch(bytes.address, stream)
+    """
+
+    def __init__(self) -> None:
+        raise TypeError("allocations are made by Bar.allocate")
+
+    @classmethod
+    def _in(cls, bar: Bar, nbytes: int) -> Allocation:
+        allocation = object.__new__(cls)
+        lib, handle = bar._lib, _abi.Allocation()
+        call(lib.vbar_bar_allocate, bar._id, nbytes, handle)
+        allocation._bar, allocation._lib, allocation._id = bar, lib, handle.value
+        address, offset, size = ctypes.c_uint64(), ctypes.c_uint64(), ctypes.c_uint64()
+        call(lib.vbar_allocation_place, handle.value, address, offset, size)
+        allocation.address, allocation.offset = address.value, offset.value
+        allocation.nbytes = size.value
+        return allocation
+
+    _bar: Bar
+    _lib: ctypes.CDLL
+    _id: int
+    #: Device address of the first byte; it never changes.
+    address: int
+    #: Place in the VBAR, in bytes.
+    offset: int
+    #: Length in bytes.
+    nbytes: int
+
+    def __repr__(self) -> str:
+        return f"<vbar.Allocation {self.nbytes} bytes at {self.address:#x}>"
+
+    def fault(
+        self, stream: Stream = None, wait: bool = False
+    ) -> Guard | Refill | Offloaded | Busy:
+        """Make the allocation resident for work on ``stream``, and pin it.
+
+        Args:
+            stream: as for :meth:`vbar.Bar.fault`; for a refill the one that will write the bytes.
+            wait: while another caller fills, instead of saying :class:`vbar.Busy`.
+
+        Returns:
+            A :class:`vbar.Refill` when the bytes are to be written first.
+
+        Raises:
+            As :meth:`vbar.Bar.fault`.
+        """
+        device = self._bar._device
+        handle = handle_of(stream, device._torch_ordinal)
+        lib = self._lib
+        function = lib.vbar_allocation_fault_wait if wait else lib.vbar_allocation_fault
+        fault = fault_of(function, self._id, handle)
+        if fault.outcome == _abi.OUTCOME_RESIDENT:
+            return Guard(device, fault, handle, stream, self._fault_again)
+        if fault.outcome == _abi.OUTCOME_REFILL:
+            raw = functools.partial(self._bar._fault_raw, self.offset, self.nbytes)
+            return Refill(device, fault, handle, stream, self._fault_again, raw)
+        if fault.outcome == _abi.OUTCOME_BUSY:
+            return Busy()
+        return Offloaded(Reason(fault.reason))
+
+    def _fault_again(self, stream: int) -> _abi.Fault:
+        return fault_of(self._lib.vbar_allocation_fault, self._id, stream)
+
+    def invalidate(self) -> None:
+        """Declare the bytes no good: the next fault asks for a refill. Give guards back first;
+        during a fill it does nothing.
+        """
+        call(self._lib.vbar_allocation_invalidate, self._id)
+
+
+def descriptor_of(source: Any) -> int:
+    """The descriptor that something is, or has.
+
+    Raises:
+        InvalidArgument: it has none.
+    """
+    fileno = getattr(source, "fileno", None)
+    descriptor = fileno() if callable(fileno) else source
+    if isinstance(descriptor, bool) or not isinstance(descriptor, int):
+        raise InvalidArgument(f"{source!r} is no path and no descriptor")
+    return unsigned(descriptor, "a descriptor", (1 << 31) - 1)

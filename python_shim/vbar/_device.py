@@ -1,0 +1,379 @@
+"""Devices: opening with options, budget, memory given back, waits, statistics."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import weakref
+from typing import TYPE_CHECKING, Any, Iterable, SupportsIndex
+
+from . import _abi, _library
+from ._call import call, text_of
+from ._errors import InvalidArgument
+from ._guard import Guards, Offloaded
+from ._sizes import Size, parse_seconds, parse_size, unsigned
+from ._streams import Stream, handle_of
+from ._unshared import Unshared
+from ._values import (
+    BudgetSource,
+    ContextWaits,
+    DeviceInfo,
+    Eviction,
+    Freed,
+    Reason,
+    Shortfall,
+    Statistics,
+    WaitCount,
+    WaitKind,
+)
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from ._bar import Bar
+    from ._model import Model, ModelPath
+
+_U32_MAX = (1 << 32) - 1
+
+
+class Device(Unshared):
+    """An open device. Opening it again shares it: its budget, bars and models are one.
+
+    Args:
+        driver: ``"cuda"``, ``"cuda:1"``, ``"sim"``, ``"sim:capacity=8G,seed=7"``, or ``"auto"``,
+            which is a CUDA device where there is one, else a simulated one. ``None`` is what the
+            environment variable ``VBAR_DRIVER`` says, else ``"cuda"``.
+        ordinal: the device's number in that driver.
+        budget: most device memory for frames, in bytes or as ``"8G"``; ``None`` is what is free,
+            less the headroom, followed as it changes.
+        headroom: device memory left free for others, likewise; ``None`` is 256 MiB.
+        page_size: of pages and frames, a power of two; ``None`` is 16 MiB.
+        threads: whether the library has a thread that notices what other programs take from the
+            device, also between calls; ``None`` leaves an open device as it is.
+        context: the ``CUcontext`` to work in, as a number; ``None`` is the primary one, which
+            torch and CuPy work in.
+        eviction: how a frame in use gets to its next page.
+        context_waits: whether a call may wait for the whole context.
+        poison: keeps a frame of a pattern that no weight has behind evicted pages, so that a use
+            after its guard's end reads that and does not cost the context. For debugging.
+        wait_timeout: longest time that one call waits for anything, in seconds; ``None`` is 30.
+        staging_slots: page-locked slots between file and device; ``None`` is 4.
+
+    Options that are given again for an open device, if they may change, are applied.
+
+    Raises:
+        DriverMissing: there is no driver, or it is too old.
+        DeviceNotRegistered: the driver has no such device.
+        AlreadyOpen: the device is open with another context or page size.
+        InvalidArgument: an option is outside what is allowed.
+    """
+
+    def __init__(
+        self,
+        driver: str | None = None,
+        ordinal: int = 0,
+        *,
+        budget: Size | None = None,
+        headroom: Size | None = None,
+        page_size: Size | None = None,
+        threads: bool | None = True,
+        context: SupportsIndex | None = None,
+        eviction: Eviction = Eviction.ALIASING,
+        context_waits: ContextWaits = ContextWaits.NEVER,
+        poison: bool = False,
+        wait_timeout: float | None = None,
+        staging_slots: int | None = None,
+    ) -> None:
+        lib = _library.load()
+        options = _abi.DeviceOptions(
+            size=ctypes.sizeof(_abi.DeviceOptions),
+            driver=None if driver is None else c_text(driver, "driver"),
+            ordinal=unsigned(ordinal, "ordinal", _U32_MAX),
+            threads=_threads_option(threads),
+            budget_bytes=_given(budget, "budget"),
+            headroom_bytes=_headroom_option(headroom),
+            page_bytes=_given(page_size, "page_size"),
+            context=None if context is None else unsigned(context, "context"),
+            eviction=Eviction(eviction),
+            context_waits=ContextWaits(context_waits),
+            poison=_abi.POISON_ON if poison else _abi.POISON_OFF,
+            wait_timeout_ms=_time_option(wait_timeout),
+            staging_slot_count=_count_option(staging_slots, "staging_slots"),
+        )
+        handle = _abi.Device()
+        try:
+            call(lib.vbar_device_open, options, handle)
+        finally:
+            # A signal's handler may have raised although the device is open.
+            if handle.value:
+                self._closing = weakref.finalize(self, lib.vbar_device_close, handle.value)
+        self._lib, self._id = lib, handle.value
+        self._info = self._read_info()
+        #: Number of the device in its driver.
+        self.ordinal = self._info.ordinal
+        # Torch's streams are of the primary context of a real device.
+        of_torch = context is None and not self._info.simulated
+        self._torch_ordinal: int | None = self.ordinal if of_torch else None
+
+    def __enter__(self) -> Device:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<vbar.Device {self.ordinal}: {self._info.name} ({self._info.driver})>"
+
+    def close(self) -> None:
+        """Close. What was made with the device lives on; the memory goes with the last of it. A
+        second time does nothing.
+        """
+        close_once(self._closing)
+
+    @property
+    def info(self) -> DeviceInfo:
+        """What the device is."""
+        return self._info
+
+    @property
+    def page_size(self) -> int:
+        """Size of pages and frames, in bytes."""
+        return self._info.page_bytes
+
+    def create_bar(self, nbytes: Size) -> Bar:
+        """Make a VBAR: addresses that cost nothing, rounded up to whole pages.
+
+        Where the device has none for it, every fault is offloaded.
+        """
+        from ._bar import Bar
+
+        return Bar(self, nbytes)
+
+    def open_model(self, source: ModelPath, name: str | None = None) -> Model:
+        """Open a safetensors model and bind it to a VBAR of its own.
+
+        Args:
+            source: a file, a sharded model's index, a folder, or a descriptor or open file.
+            name: what messages call a descriptor.
+
+        Raises:
+            FileError: it cannot be opened or read.
+            FormatError: it is no safetensors model.
+        """
+        from ._model import Model
+
+        return Model(self, source, name)
+
+    def fault_many(
+        self, ranges: Iterable[tuple[Bar, int, int]], stream: Stream = None
+    ) -> Guards | Offloaded:
+        """Make several ranges resident, or none of them.
+
+        Args:
+            ranges: of each the VBAR, its first byte and its length, in bytes.
+            stream: as for :meth:`vbar.Bar.fault`.
+
+        Raises:
+            InvalidArgument: a range is outside its VBAR.
+            TimedOut, Cancelled: a wait ended.
+        """
+        wanted = [
+            (bar, unsigned(offset, "offset"), unsigned(nbytes, "nbytes"))
+            for bar, offset, nbytes in ranges
+        ]
+        handle = handle_of(stream, self._torch_ordinal)
+        told = (_abi.Range * len(wanted))()
+        for place, (bar, at, size) in zip(told, wanted):
+            place.bar, place.offset, place.bytes = bar._id, at, size
+        faults = (_abi.Fault * len(wanted))()
+        try:
+            call(self._lib.vbar_device_fault_many, self._id, told, len(wanted), handle, faults)
+        except BaseException:
+            for fault in faults:
+                if fault.token:
+                    self._lib.vbar_token_unpin(fault.token, handle)
+            raise
+        if faults and faults[0].outcome == _abi.OUTCOME_OFFLOADED:
+            return Offloaded(Reason(faults[0].reason))
+        return Guards(
+            [
+                bar._guard_of(fault, at, size, handle, stream)
+                for (bar, at, size), fault in zip(wanted, faults)
+            ]
+        )
+
+    @property
+    def budget(self) -> int | None:
+        """The explicit budget in bytes; ``None`` for an automatic one.
+
+        Setting it gives back at once what it no longer covers, as far as pins and fences allow.
+        What may be held now is in :meth:`statistics`.
+        """
+        return self._budgets()[0] or None
+
+    @budget.setter
+    def budget(self, budget: Size | None) -> None:
+        call(self._lib.vbar_device_set_budget, self._id, _given(budget, "budget"))
+
+    @property
+    def headroom(self) -> int:
+        """Device memory left free for others, in bytes. Setting it acts as for :attr:`budget`."""
+        return self._budgets()[1]
+
+    @headroom.setter
+    def headroom(self, headroom: Size) -> None:
+        call(self._lib.vbar_device_set_headroom, self._id, parse_size(headroom, "headroom"))
+
+    def set_wait_timeout(self, seconds: float) -> None:
+        """Set the longest time that one call waits for anything, for waits that start later."""
+        milliseconds = parse_seconds(seconds, "wait_timeout")
+        call(self._lib.vbar_device_set_wait_timeout, self._id, milliseconds)
+
+    def refresh(self) -> None:
+        """Notice pressure of other programs now, as the next miss would."""
+        call(self._lib.vbar_device_refresh, self._id)
+
+    def trim(self, keep: Size = 0) -> int:
+        """Give frames that no page has back to the driver until at most ``keep`` bytes are held.
+
+        Returns:
+            The bytes given back.
+        """
+        freed = ctypes.c_uint64()
+        call(self._lib.vbar_device_trim, self._id, parse_size(keep, "keep"), freed)
+        return freed.value
+
+    def free_memory(self, nbytes: Size | None = None) -> Freed:
+        """Give memory of all VBARs back to the driver, lowest rank first.
+
+        Waits for fences, never for pins. ``None`` asks for everything.
+        """
+        freed = _abi.Freed()
+        call(self._lib.vbar_device_free_memory, self._id, asked_bytes(nbytes), freed)
+        return freed_of(freed)
+
+    def cancel_waits(self) -> None:
+        """End every wait that is under way on the device with :class:`vbar.Cancelled`.
+
+        For another thread than the one that waits; later waits are not touched.
+        """
+        call(self._lib.vbar_device_cancel_waits, self._id)
+
+    def retire_stream(self, stream: Stream) -> None:
+        """Tell the library that a stream is about to be destroyed; it must still be valid."""
+        call(self._lib.vbar_stream_retire, self._id, handle_of(stream, self._torch_ordinal))
+
+    def statistics(self) -> Statistics:
+        """Everything that is counted, consistent while others work."""
+        told = _abi.Statistics(size=ctypes.sizeof(_abi.Statistics))
+        call(self._lib.vbar_device_statistics, self._id, told)
+        values: dict[str, Any] = {name: getattr(told, name) for name, *_ in told._fields_}
+        del values["size"]
+        counts = enumerate(values.pop("refusal_count"))
+        refusals = {Reason(at): count for at, count in counts if count}
+        waits = {
+            WaitKind(at): WaitCount(wait.count, wait.nanos)
+            for at, wait in enumerate(values["waits"])
+            if wait.count
+        }
+        values.update(
+            budget_source=BudgetSource(told.budget_source), refusal_counts=refusals, waits=waits
+        )
+        return Statistics(**values)
+
+    def _budgets(self) -> tuple[int, int]:
+        budget, headroom = ctypes.c_uint64(), ctypes.c_uint64()
+        call(self._lib.vbar_device_budget, self._id, budget, headroom)
+        return budget.value, headroom.value
+
+    def _read_info(self) -> DeviceInfo:
+        info = _abi.DeviceInfo(size=ctypes.sizeof(_abi.DeviceInfo))
+        call(self._lib.vbar_device_info, self._id, info)
+        return DeviceInfo(
+            ordinal=info.ordinal,
+            simulated=bool(info.simulated),
+            context=info.context or 0,
+            page_bytes=info.page_bytes,
+            total_bytes=info.total_bytes,
+            name=text_of(info.name),
+            driver=text_of(info.driver),
+        )
+
+
+def _given(size: Size | None, what: str) -> int:
+    """An option that is 0 when it is not given."""
+    if size is None:
+        return 0
+    nbytes = parse_size(size, what)
+    if not nbytes:
+        raise InvalidArgument(f"{what} is 0: None is the default")
+    return nbytes
+
+
+def _headroom_option(headroom: Size | None) -> int:
+    if headroom is None:
+        return 0
+    return parse_size(headroom, "headroom") or _abi.HEADROOM_NONE
+
+
+def _threads_option(threads: bool | None) -> int:
+    if threads is None:
+        return _abi.THREADS_DEFAULT
+    return _abi.THREADS_ON if threads else _abi.THREADS_OFF
+
+
+def _time_option(seconds: float | None) -> int:
+    return 0 if seconds is None else parse_seconds(seconds, "wait_timeout")
+
+
+def _count_option(count: int | None, what: str) -> int:
+    if count is None:
+        return 0
+    return unsigned(count, what, _U32_MAX)
+
+
+def asked_bytes(nbytes: Size | None) -> int:
+    """Bytes that are asked back; ``None`` is all there are."""
+    return _abi.ALL_BYTES if nbytes is None else parse_size(nbytes, "nbytes")
+
+
+def freed_of(freed: _abi.Freed) -> Freed:
+    """What giving memory back came to."""
+    return Freed(freed.bytes, Shortfall(freed.shortfall), freed.pinned_count)
+
+
+def c_text(text: str, what: str) -> bytes:
+    """A C string.
+
+    Raises:
+        InvalidArgument: it has a zero within.
+    """
+    encoded = text.encode()
+    if b"\0" in encoded:
+        raise InvalidArgument(f"{what}: {text!r} has a zero character")
+    return encoded
+
+
+def c_path(path: str | bytes | os.PathLike[Any]) -> bytes:
+    """A path as a C string.
+
+    Raises:
+        InvalidArgument: it has a zero within.
+    """
+    encoded = os.fsencode(path)
+    if b"\0" in encoded:
+        raise InvalidArgument(f"{path!r} has a zero character")
+    return encoded
+
+
+def close_once(closing: Any) -> None:
+    """Runs a finalizer unless it has run, and raises what the library says."""
+    finalizer = closing.detach()
+    if finalizer is not None:
+        _, function, arguments, _ = finalizer
+        call(function, *arguments)

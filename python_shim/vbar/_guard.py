@@ -1,0 +1,329 @@
+"""What a fault came to: pins that somebody holds, or the reason why not.
+
+A guard owns one token of the library and gives it back once: at the end of its ``with`` block, by
+:meth:`Guard.close`, or when it is dropped. Nothing here decides or waits.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import TYPE_CHECKING, Any, Callable, Iterator, Literal, Sequence, overload
+
+from . import _abi, _library
+from ._call import call, call_often
+from ._dtypes import Dtype
+from ._errors import GuardReleased
+from ._streams import Stream, handle_of
+from ._unshared import Unshared
+from ._values import Reason
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from ._dlpack import View
+    from ._device import Device
+    from ._model import Tensor
+
+    #: Faults the guarded bytes once more, for a stream handle: its own token for who asks.
+    FaultAgain = Callable[[int], _abi.Fault]
+
+
+class Guard(Unshared):
+    """Bytes that are resident, pinned, and valid for work on the guard's stream.
+
+    Enqueue that work within the ``with`` block. When it ends the bytes stay until the work is
+    done, and not longer than they must. The stream must live until then.
+    """
+
+    __slots__ = (
+        "_token",
+        "_unpin",
+        "_stream",
+        "_stream_owner",
+        "_device",
+        "_again",
+        "_writable",
+        "address",
+        "nbytes",
+        "signature",
+        "tensor",
+        "__weakref__",
+    )
+
+    #: Device address of the first byte. It never changes, but is only backed while pinned.
+    address: int
+    #: Length in bytes.
+    nbytes: int
+    #: Equal to an earlier signature of the same bytes exactly when no page of them lost its bytes
+    #: since. Never repeats in a process.
+    signature: int
+    #: What the model says of it, for a model's tensor.
+    tensor: Tensor | None
+
+    def __init__(
+        self,
+        device: Device,
+        fault: _abi.Fault,
+        stream: int,
+        stream_owner: Any,
+        again: FaultAgain,
+        tensor: Tensor | None = None,
+        writable: bool = False,
+    ) -> None:
+        self._token: int = fault.token
+        self._unpin = device._lib.vbar_token_unpin
+        self._device = device
+        self._stream = stream
+        # A stream that its library destroys when it is dropped lives for as long as the guard.
+        self._stream_owner = stream_owner
+        self._again = again
+        self._writable = writable
+        self.address = fault.address
+        self.nbytes = fault.bytes
+        self.signature = fault.signature
+        self.tensor = tensor
+
+    def __bool__(self) -> Literal[True]:
+        return True
+
+    def __enter__(self) -> Guard:
+        self._check_held()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        token, self._token = self._token, 0
+        if token and kind is None:
+            call_often(self._unpin, token, self._stream)
+        elif token:
+            # What the block raised says more.
+            self._unpin(token, self._stream)
+
+    def __del__(self) -> None:
+        # Also of an object that was never made whole, and at the interpreter's end.
+        token = getattr(self, "_token", 0)
+        if token:
+            self._token = 0
+            self._unpin(token, self._stream)
+
+    def __repr__(self) -> str:
+        held = "pinned" if self._token else "released"
+        return f"<vbar.{type(self).__name__} {self.nbytes} bytes at {self.address:#x}, {held}>"
+
+    @property
+    def stream(self) -> int:
+        """The handle of the stream that the bytes are valid for."""
+        return self._stream
+
+    @property
+    def is_held(self) -> bool:
+        """Whether the pins are still held."""
+        return self._token != 0
+
+    def close(self) -> None:
+        """Give the pins back. A second time does nothing.
+
+        Raises:
+            StaleToken: a forced end of run took them before: the bytes may have changed.
+        """
+        self.__exit__(None, None, None)
+
+    def also_used_on(self, stream: Stream) -> None:
+        """Remember that another stream uses the bytes too; call it after that work was enqueued.
+
+        Raises:
+            GuardReleased: the pins were given back.
+            Unsupported: the stream is being captured, or is ``NO_STREAM``.
+        """
+        self._check_held()
+        handle = handle_of(stream, self._device._torch_ordinal)
+        call_often(self._device._lib.vbar_token_also_used_on, self._token, handle)
+
+    def view(self, dtype: Any = None, shape: Sequence[int] | int | None = None) -> View:
+        """The bytes as a tensor for other libraries, by DLPack or ``__cuda_array_interface__``.
+
+        Args:
+            dtype: a :class:`Dtype`, or a name or type of NumPy or torch. A model's tensor has one.
+            shape: elements in each dimension, the slowest first. A model's tensor has one, which
+                holds for every type of the same size; else all bytes in one dimension.
+
+        Raises:
+            GuardReleased: the pins were given back.
+            InvalidArgument: no type, or one that the bytes do not fit.
+        """
+        from ._dlpack import View
+
+        self._check_held()
+        return View._of(self, dtype, shape)
+
+    def _fault_again(self, stream: int) -> _abi.Fault:
+        return self._again(stream)
+
+    def _check_held(self) -> None:
+        if not self._token:
+            raise GuardReleased("the guard's pins were given back: fault again")
+
+
+class Refill(Guard):
+    """Pinned bytes of an allocation that are undefined: write them, then :meth:`commit`.
+
+    Left without a commit, the next fault asks for a refill again.
+    """
+
+    __slots__ = ("is_committed", "_again_raw")
+
+    #: Whether :meth:`commit` was called.
+    is_committed: bool
+
+    def __init__(
+        self,
+        device: Device,
+        fault: _abi.Fault,
+        stream: int,
+        stream_owner: Any,
+        again: FaultAgain,
+        again_raw: FaultAgain,
+    ) -> None:
+        super().__init__(device, fault, stream, stream_owner, again, writable=True)
+        self.is_committed = False
+        self._again_raw = again_raw
+
+    def __enter__(self) -> Refill:
+        self._check_held()
+        return self
+
+    def commit(self, stream: Stream = None) -> None:
+        """Declare that everything that writes the bytes was enqueued; the pins stay.
+
+        Args:
+            stream: where it was enqueued; ``None`` is the fault's stream, ``NO_STREAM`` says that
+                the bytes are in place.
+
+        Raises:
+            GuardReleased: the pins were given back.
+            InvalidArgument: it was committed before.
+        """
+        self._check_held()
+        handle = self._stream
+        if stream is not None:
+            handle = handle_of(stream, self._device._torch_ordinal)
+        call_often(self._device._lib.vbar_token_commit, self._token, handle)
+        self.is_committed, self._writable = True, False
+
+    def _fault_again(self, stream: int) -> _abi.Fault:
+        # Until the commit the allocation is busy, as far as others are concerned.
+        return self._again(stream) if self.is_committed else self._again_raw(stream)
+
+
+class Offloaded:
+    """The bytes are not resident, by decision: use the host's copy. Nothing is pinned. False."""
+
+    __slots__ = ("reason",)
+
+    #: Why.
+    reason: Reason
+
+    def __init__(self, reason: Reason) -> None:
+        self.reason = reason
+
+    def __bool__(self) -> Literal[False]:
+        return False
+
+    def __enter__(self) -> Offloaded:
+        return self
+
+    def __exit__(self, *_raised: object) -> None:
+        pass
+
+    def __repr__(self) -> str:
+        return f"<vbar.Offloaded: {self.reason}>"
+
+
+class Busy:
+    """Another caller is filling the allocation. Nothing is pinned. False."""
+
+    __slots__ = ()
+
+    #: It is not offloaded.
+    reason = Reason.NONE
+
+    def __bool__(self) -> Literal[False]:
+        return False
+
+    def __enter__(self) -> Busy:
+        return self
+
+    def __exit__(self, *_raised: object) -> None:
+        pass
+
+    def __repr__(self) -> str:
+        return "<vbar.Busy>"
+
+
+class Guards(Unshared, Sequence[Guard]):
+    """The guards of :meth:`vbar.Device.fault_many`, in the order of its ranges."""
+
+    __slots__ = ("_guards",)
+
+    def __init__(self, guards: Sequence[Guard]) -> None:
+        self._guards = tuple(guards)
+
+    @overload
+    def __getitem__(self, index: int) -> Guard: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Guard]: ...
+    def __getitem__(self, index: int | slice) -> Guard | Sequence[Guard]:
+        return self._guards[index]
+
+    def __len__(self) -> int:
+        return len(self._guards)
+
+    def __iter__(self) -> Iterator[Guard]:
+        return iter(self._guards)
+
+    def __bool__(self) -> Literal[True]:
+        # Also of no ranges at all: none of them is offloaded.
+        return True
+
+    def __enter__(self) -> Guards:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        first: Exception | None = None
+        for guard in self._guards:
+            try:
+                guard.__exit__(kind, error, traceback)
+            except Exception as failure:
+                first = first or failure
+        if first is not None:
+            raise first
+
+    def close(self) -> None:
+        """Give all pins back. A second time does nothing.
+
+        Raises:
+            StaleToken: a forced end of run took some before; the others were given back.
+        """
+        self.__exit__(None, None, None)
+
+
+def fault_of(function: Callable[..., int], *arguments: Any) -> _abi.Fault:
+    """Calls a function of the library that faults; its last argument is the result."""
+    fault = _abi.Fault()
+    try:
+        call_often(function, *arguments, ctypes.byref(fault))
+    except BaseException:
+        # A handler of a signal raised although the fault was good.
+        if fault.token:
+            _library.load().vbar_token_unpin(fault.token, arguments[-1])
+        raise
+    return fault

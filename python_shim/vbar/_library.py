@@ -1,0 +1,93 @@
+"""The native library: found, loaded once, its ABI version compared before anything else is called.
+
+Owns the only ``CDLL``. ``VBAR_LIBRARY`` names another file than the one beside the package.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import pathlib
+import threading
+
+from . import _abi
+from ._errors import AbiError
+
+_lock = threading.Lock()
+_library: ctypes.CDLL | None = None
+
+
+def load() -> ctypes.CDLL:
+    """The native library, loaded at the first call. Thread-safe.
+
+    Raises:
+        AbiError: it is missing, is no vbar library, lacks a function, or has another ABI version.
+            Nothing but ``vbar_abi_version`` was called then.
+    """
+    global _library
+    library = _library
+    if library is None:
+        with _lock:
+            library = _library
+            if library is None:
+                library = _library = _open(_path())
+    return library
+
+
+def loaded() -> ctypes.CDLL | None:
+    """The native library if it was loaded."""
+    return _library
+
+
+def version() -> str:
+    """The native library's version, which is the package's."""
+    return str(load().vbar_version().decode())
+
+
+def status_text(status: int) -> str:
+    """A sentence for a status number of the C ABI."""
+    return str(load().vbar_status_text(status).decode())
+
+
+def _path() -> str:
+    named = os.environ.get("VBAR_LIBRARY")
+    return named or str(pathlib.Path(__file__).with_name("libvbar.so"))
+
+
+def _open(path: str) -> ctypes.CDLL:
+    if os.sep in path and not os.path.exists(path):
+        raise AbiError(
+            f"{path} is not there: install the wheel, which has the library in it, "
+            "or name a library with VBAR_LIBRARY"
+        )
+    try:
+        # Resolved on the way in, not at some later call; nobody else's symbols are touched.
+        library = ctypes.CDLL(path, mode=os.RTLD_NOW | os.RTLD_LOCAL)
+        abi_version = library.vbar_abi_version
+    except (OSError, AttributeError) as error:
+        raise AbiError(f"{path} is no vbar library: {error}") from None
+    abi_version.restype, abi_version.argtypes = _abi.FUNCTIONS["vbar_abi_version"]
+    found = abi_version()
+    if found != _abi.ABI_VERSION:
+        raise AbiError(
+            f"{path} has ABI {found}, this package needs {_abi.ABI_VERSION}: "
+            "install library and package of one version"
+        )
+    _bind(library, path)
+    return library
+
+
+def _bind(library: ctypes.CDLL, path: str) -> None:
+    missing = []
+    for name, (result, arguments) in _abi.FUNCTIONS.items():
+        try:
+            function = getattr(library, name)
+        except AttributeError:
+            missing.append(name)
+            continue
+        function.restype, function.argtypes = result, arguments
+    if missing:
+        raise AbiError(
+            f"{path} lacks {', '.join(missing)}: it is older than this package; "
+            "install library and package of one version"
+        )

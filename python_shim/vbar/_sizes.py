@@ -1,0 +1,67 @@
+"""Sizes and times as people write them: ``8G``, ``1.5 GiB``; seconds."""
+
+from __future__ import annotations
+
+import operator
+import re
+from typing import SupportsIndex, Union
+
+from ._errors import InvalidArgument
+
+#: Bytes: a number, or a text such as ``"8G"`` (K, M, G, T are powers of 1024).
+Size = Union[SupportsIndex, str]
+
+_UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
+_TEXT = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*(?:([kmgt])(?:i?b)?|b)?\s*", re.I)
+_U64_MAX = (1 << 64) - 1
+
+
+def parse_size(size: Size, what: str = "a size") -> int:
+    """A size in bytes.
+
+    Raises:
+        InvalidArgument: it is negative, does not fit in 64 bits, or is no size.
+    """
+    if isinstance(size, str):
+        found = _TEXT.fullmatch(size)
+        if found is None:
+            raise InvalidArgument(f"{what}: {size!r} is no size: use bytes, or K, M, G, T")
+        number, unit = found[1], _UNITS[(found[2] or "").lower()]
+        nbytes = int(float(number) * unit) if "." in number else int(number) * unit
+    else:
+        try:
+            nbytes = operator.index(size)
+        except TypeError:
+            raise InvalidArgument(f"{what}: {size!r} is no whole number of bytes") from None
+    return unsigned(nbytes, what)
+
+
+def unsigned(number: SupportsIndex, what: str, most: int = _U64_MAX) -> int:
+    """A whole number from 0 to ``most``: ctypes would cut off what does not fit.
+
+    Raises:
+        InvalidArgument: it is another.
+    """
+    try:
+        whole = operator.index(number)
+    except TypeError:
+        raise InvalidArgument(f"{what} is {number!r}: a whole number is expected") from None
+    if not 0 <= whole <= most:
+        raise InvalidArgument(f"{what} is {whole}: 0 to {most} is expected")
+    return whole
+
+
+def parse_seconds(seconds: float, what: str) -> int:
+    """A time in whole milliseconds, at least 1.
+
+    Raises:
+        InvalidArgument: it is not positive, or no number.
+    """
+    try:
+        # So far off that it never comes, and far from overflowing anybody's clock.
+        bounded = min(float(seconds), 1e9)
+    except (TypeError, ValueError):
+        raise InvalidArgument(f"{what} is {seconds!r}: seconds are expected") from None
+    if not bounded > 0:
+        raise InvalidArgument(f"{what} is {seconds!r}: a time above 0 is expected")
+    return max(1, int(bounded * 1000))
