@@ -1,18 +1,41 @@
 # Everything that a person does here by hand. CI does the same through .ci/run.
 
-MODEL := demo-data/model.safetensors
-VBAR  := $(or $(CARGO_TARGET_DIR),target)/release/vbar
+MODEL  := demo-data/model.safetensors
+TARGET := $(abspath $(or $(CARGO_TARGET_DIR),target))
+VBAR   := $(TARGET)/release/vbar
 
-.PHONY: help demo test fmt clippy doc bench header device device-bundle tools clean-demo
+# Where `make install` puts what. DESTDIR goes before all of them and into no file.
+DESTDIR    ?=
+PREFIX     ?= /usr/local
+BINDIR     ?= $(PREFIX)/bin
+LIBDIR     ?= $(PREFIX)/lib
+INCLUDEDIR ?= $(PREFIX)/include
+DATADIR    ?= $(PREFIX)/share
+MANDIR     ?= $(DATADIR)/man
+
+# The profile of cargo that is installed; what is built of it, ready to be copied.
+PROFILE ?= release
+BUILT   := $(TARGET)/$(if $(filter dev,$(PROFILE)),debug,$(PROFILE))
+STAGED  := $(BUILT)/staged
+VERSION := $(shell sed -n 's/^version = "\(.*\)"/\1/p' Cargo.toml | head -n 1)
+ABI     := $(shell sed -n 's/^\#define VBAR_ABI_VERSION //p' include/vbar.h)
+
+.PHONY: help demo test test-install fmt clippy doc bench header device device-bundle tools \
+        build install install-strip uninstall clean-demo
 
 help:
 	@echo "make demo    stream a synthetic model of 1 GiB through a budget of 40 %, verified"
-	@echo "make test    all tests, documentation included"
+	@echo "make test    all tests, documentation included; needs cargo, cc, make and python3"
+	@echo "make test-install  the test of make install; needs c++, pkg-config, cmake and valgrind too"
 	@echo "make fmt     format the source"
 	@echo "make clippy  lints, warnings denied"
 	@echo "make doc     documentation, warnings denied"
 	@echo "make bench   benchmarks, on a GPU where there is one"
 	@echo "make header  write the C headers anew"
+	@echo "make build   what make install copies: library, archive, program, manual, completions"
+	@echo "make install PREFIX=/usr/local DESTDIR= LIBDIR=...  builds what is not built, and copies"
+	@echo "make install-strip  the same without debugging information"
+	@echo "make uninstall PREFIX=... removes what make install copied"
 	@echo "make device  the suite on a real GPU; fails where there is none"
 	@echo "make device-bundle  packs that suite for machines without Rust"
 
@@ -36,6 +59,10 @@ demo: tools
 test: tools
 	cargo test
 
+# Builds into a folder of its own and installs into another; nothing outside the target folder.
+test-install: tools
+	cargo test --test install -- --ignored
+
 fmt: tools
 	cargo fmt
 
@@ -50,6 +77,36 @@ bench: tools
 
 header: tools
 	cargo run --quiet --example header
+
+build: $(STAGED)/done
+
+$(STAGED)/done: $(shell find src -type f) build.rs Cargo.toml Cargo.lock packaging/archive.sh
+	@$(MAKE) --no-print-directory tools
+	cargo build --profile $(PROFILE) --lib --bin vbar
+	cargo rustc --profile $(PROFILE) --lib --crate-type staticlib -- \
+	    --print native-static-libs=$(BUILT)/native-static-libs
+	rm -rf $(STAGED)
+	mkdir -p $(STAGED)/completions
+	cp $(BUILT)/vbar $(BUILT)/libvbar.so $(BUILT)/native-static-libs $(STAGED)
+	packaging/archive.sh $(BUILT)/libvbar.a $(STAGED)/libvbar.a
+	$(BUILT)/vbar man > $(STAGED)/vbar.1
+	for shell in bash zsh fish; do \
+	    $(BUILT)/vbar completions $$shell > $(STAGED)/completions/$$shell || exit; \
+	done
+	touch $@
+
+INSTALL := DESTDIR="$(DESTDIR)" PREFIX="$(PREFIX)" BINDIR="$(BINDIR)" LIBDIR="$(LIBDIR)" \
+           INCLUDEDIR="$(INCLUDEDIR)" DATADIR="$(DATADIR)" MANDIR="$(MANDIR)" \
+           VERSION="$(VERSION)" ABI="$(ABI)" packaging/install.sh
+
+install: $(STAGED)/done
+	$(INSTALL) install $(STAGED)
+
+install-strip: $(STAGED)/done
+	STRIP=yes $(INSTALL) install $(STAGED)
+
+uninstall:
+	$(INSTALL) uninstall $(STAGED)
 
 # Needs a GPU and fails without one.
 device: device-bundle

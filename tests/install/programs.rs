@@ -1,0 +1,193 @@
+//! The programs that are built against an installed tree, and what they must do.
+
+use std::process::Command;
+
+use tempfile::TempDir;
+use vbar::driver::sim::Verb;
+use vbar::model::synth::synthesize;
+
+use crate::tree::{Tree, run};
+
+/// What memcheck is to say of blocks that are left.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Leaks {
+    /// None may be left that nothing in use points to the start of.
+    Told,
+    /// The program ends on purpose with everything open, in children with one thread of many.
+    Meant,
+}
+
+impl Leaks {
+    pub(crate) fn options(self) -> &'static [&'static str] {
+        match self {
+            Self::Told => &[
+                "--leak-check=full",
+                "--show-leak-kinds=definite,possible",
+                "--errors-for-leak-kinds=definite,possible",
+            ],
+            Self::Meant => &["--leak-check=no"],
+        }
+    }
+}
+
+/// What a program takes and prints.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Kind {
+    /// Takes a model, prints a line for each tensor.
+    Smallest,
+    /// As that, the model has to be where it is run.
+    SmallestHere,
+    /// Makes a model, says whether its results are right.
+    Engine,
+    /// Takes a folder, prints nothing when all is well.
+    Test,
+    /// Takes a folder and the driver's verbs.
+    Failing,
+}
+
+/// A program and how it is checked.
+pub(crate) struct Program {
+    pub(crate) name: &'static str,
+    pub(crate) sources: &'static [&'static str],
+    pub(crate) leaks: Leaks,
+    kind: Kind,
+}
+
+const fn example(name: &'static str, sources: &'static [&'static str], kind: Kind) -> Program {
+    Program { name, sources, leaks: Leaks::Told, kind }
+}
+
+const fn test(name: &'static str, sources: &'static [&'static str]) -> Program {
+    Program { name, sources, leaks: Leaks::Told, kind: Kind::Test }
+}
+
+/// What an engine author starts from, in both languages.
+pub(crate) const EXAMPLES: &[Program] = &[
+    example("smallest_c", &["examples/smallest.c"], Kind::Smallest),
+    example("engine_c", &["examples/engine.c"], Kind::Engine),
+    example("smallest_cpp", &["examples/smallest.cpp"], Kind::SmallestHere),
+    example("engine_cpp", &["examples/engine.cpp"], Kind::Engine),
+];
+
+/// What is run under memcheck. (`tests/abi_cpp.rs` does so with the suite in C++.)
+pub(crate) const CHECKED: &[Program] = &[
+    example("smallest_c", &["examples/smallest.c"], Kind::Smallest),
+    example("engine_c", &["examples/engine.c"], Kind::Engine),
+    example("engine_cpp", &["examples/engine.cpp"], Kind::Engine),
+    test(
+        "hostile",
+        &[
+            "tests/abi/hostile.c",
+            "tests/abi/hostile_device.c",
+            "tests/abi/hostile_bar.c",
+            "tests/abi/hostile_model.c",
+            "tests/abi/hostile_sim.c",
+        ],
+    ),
+    test("sizes", &["tests/abi/sizes.c"]),
+    test("life", &["tests/abi/life.c"]),
+    test("threads", &["tests/abi/threads.c"]),
+    test("files", &["tests/abi/files.c"]),
+    test("addresses", &["tests/abi/addresses.c"]),
+    test("log", &["tests/abi/log.c"]),
+    test("messages", &["tests/abi/messages.c"]),
+    Program { leaks: Leaks::Meant, ..test("process", &["tests/abi/process.c"]) },
+    Program { kind: Kind::Failing, ..test("failing", &["tests/abi/failing.c"]) },
+];
+
+impl Program {
+    fn is_cpp(&self) -> bool {
+        self.sources[0].ends_with(".cpp")
+    }
+
+    pub(crate) fn compiler(&self) -> &'static str {
+        if self.is_cpp() { "c++" } else { "cc" }
+    }
+
+    pub(crate) fn standard(&self) -> &'static str {
+        if self.is_cpp() { "-std=c++17" } else { "-std=c11" }
+    }
+
+    /// Runs `command`, which is this program, with the libraries of `tree`.
+    #[track_caller]
+    pub(crate) fn check(&self, tree: &Tree, mut command: Command) {
+        let folder = TempDir::new().unwrap();
+        // Addresses for valgrind, which has fewer to give.
+        command.env("VBAR_DRIVER", "sim:capacity=512M,address_space=8G");
+        command.env("LD_LIBRARY_PATH", tree.lib()).current_dir(folder.path());
+        let model = folder.path().join("model.safetensors");
+        if matches!(self.kind, Kind::Smallest | Kind::SmallestHere) {
+            synthesize(&model, 1 << 20, 7).unwrap();
+        }
+        match self.kind {
+            Kind::Smallest => drop(command.arg(&model)),
+            Kind::SmallestHere | Kind::Engine => {}
+            Kind::Test => drop(command.arg(folder.path())),
+            Kind::Failing => {
+                command.arg(folder.path()).args(Verb::ALL.iter().map(|verb| verb.name()));
+            }
+        }
+        let printed = run(&mut command);
+        let last = printed.lines().last().unwrap_or_default();
+        let good = match self.kind {
+            Kind::Smallest | Kind::SmallestHere => last.contains(" bytes at 0x"),
+            Kind::Engine => last == "all results are right",
+            Kind::Test => printed.is_empty(),
+            Kind::Failing => last.ends_with(" failures"),
+        };
+        assert!(good, "{}: {printed}", self.name);
+    }
+}
+
+/// A CMake project of the examples, each with the shared library and with the archive.
+pub(crate) fn cmake_project() -> String {
+    let mut text = String::from(
+        "cmake_minimum_required(VERSION 3.16)\n\
+         project(engine C CXX)\n\
+         set(CMAKE_C_STANDARD 11)\n\
+         set(CMAKE_CXX_STANDARD 17)\n\
+         set(CMAKE_C_EXTENSIONS OFF)\n\
+         set(CMAKE_CXX_EXTENSIONS OFF)\n\
+         find_package(vbar 0.1 CONFIG REQUIRED)\n\
+         if(NOT vbar_ABI_VERSION EQUAL 1)\n\
+         message(FATAL_ERROR \"the ABI is ${vbar_ABI_VERSION}\")\n\
+         endif()\n\
+         add_compile_options(-Wall -Wextra -Werror -pedantic)\n\
+         link_libraries(${CMAKE_DL_LIBS})\n",
+    );
+    for Program { name, sources, .. } in EXAMPLES {
+        for (suffix, target) in [("", "vbar::vbar"), ("_static", "vbar::vbar_static")] {
+            let source = sources[0];
+            text += &format!("add_executable({name}{suffix} ${{SOURCES}}/{source})\n");
+            text += &format!("target_link_libraries({name}{suffix} PRIVATE {target})\n");
+        }
+    }
+    text
+}
+
+/// A library in Rust that is not this one: allocates, panics and catches.
+pub(crate) const OTHER_ARCHIVE: &str = r#"
+#[unsafe(no_mangle)]
+pub extern "C" fn other(count: u32) -> u32 {
+    std::panic::set_hook(Box::new(|_| {}));
+    let numbers: Vec<u32> = (0..count).collect();
+    let caught = std::panic::catch_unwind(|| assert!(count < 3, "too many"));
+    if caught.is_ok() { 0 } else { numbers.iter().sum() }
+}
+"#;
+
+/// Links it beside ours, and has ours unwind nothing and allocate something.
+pub(crate) const BOTH_ARCHIVES: &str = r#"
+#include <stdio.h>
+#include <vbar.h>
+
+unsigned other(unsigned count);
+
+int main(void) {
+    VbarDeviceOptions options = {.size = sizeof options, .driver = "sim:capacity=64M"};
+    VbarDevice device;
+    if (vbar_device_open(&options, &device)) return 1;
+    printf("vbar %s, other %u\n", vbar_version(), other(5));
+    return vbar_device_close(device);
+}
+"#;
