@@ -3,7 +3,7 @@
 MODEL := demo-data/model.safetensors
 VBAR  := $(or $(CARGO_TARGET_DIR),target)/release/vbar
 
-.PHONY: help demo test fmt clippy doc bench header device device-bundle tools clean-demo
+.PHONY: help demo test fmt clippy doc bench header wheel device device-bundle tools clean-demo
 
 help:
 	@echo "make demo    stream a synthetic model of 1 GiB through a budget of 40 %, verified"
@@ -13,6 +13,7 @@ help:
 	@echo "make doc     documentation, warnings denied"
 	@echo "make bench   benchmarks, on a GPU where there is one"
 	@echo "make header  write the C headers anew"
+	@echo "make wheel   the Python wheel, in dist/, and its tests; needs pip"
 	@echo "make device  the suite on a real GPU; fails where there is none"
 	@echo "make device-bundle  packs that suite for machines without Rust"
 
@@ -50,6 +51,12 @@ bench: tools
 
 header: tools
 	cargo run --quiet --example header
+
+# Carries the library: whoever installs it needs no compiler.
+wheel: tools
+	rm -rf dist
+	python3 -m pip wheel --no-deps --wheel-dir dist ./python_shim
+	python3 tests/python/check_wheel.py dist/vbar_cuda-*.whl
 
 # Needs a GPU and fails without one.
 device: device-bundle
