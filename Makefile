@@ -20,7 +20,7 @@ STAGED  := $(BUILT)/staged
 VERSION := $(shell sed -n 's/^version = "\(.*\)"/\1/p' Cargo.toml | head -n 1)
 ABI     := $(shell sed -n 's/^\#define VBAR_ABI_VERSION //p' include/vbar.h)
 
-.PHONY: help demo test test-install fmt clippy doc bench header device device-bundle tools \
+.PHONY: help demo test test-install fmt clippy doc bench header wheel device device-bundle tools \
         build install install-strip uninstall clean-demo
 
 help:
@@ -36,6 +36,7 @@ help:
 	@echo "make install PREFIX=/usr/local DESTDIR= LIBDIR=...  builds what is not built, and copies"
 	@echo "make install-strip  the same without debugging information"
 	@echo "make uninstall PREFIX=... removes what make install copied"
+	@echo "make wheel   the Python wheel, in dist/, and its tests; needs pip"
 	@echo "make device  the suite on a real GPU; fails where there is none"
 	@echo "make device-bundle  packs that suite for machines without Rust"
 
@@ -107,6 +108,12 @@ install-strip: $(STAGED)/done
 
 uninstall:
 	$(INSTALL) uninstall $(STAGED)
+
+# Carries the library: whoever installs it needs no compiler.
+wheel: tools
+	rm -rf dist
+	python3 -m pip wheel --no-deps --wheel-dir dist ./python_shim
+	python3 tests/python/check_wheel.py dist/vbar_cuda-*.whl
 
 # Needs a GPU and fails without one.
 device: device-bundle
