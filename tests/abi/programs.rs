@@ -100,6 +100,12 @@ fn every_call_of_the_driver_may_fail() {
     run(Command::new(program).arg(programs.path()).args(verbs));
 }
 
+/// It runs on a GPU, by `make device`.
+#[test]
+fn the_test_for_a_gpu_compiles() {
+    Programs::new().compile("gpu", &["tests/abi/gpu.c"]);
+}
+
 #[test]
 fn a_library_that_is_unloaded_stays() {
     let programs = Programs::new();
