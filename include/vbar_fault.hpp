@@ -96,6 +96,32 @@ public:
     Guard &operator=(Guard &&) noexcept = default;
     // Takes over a resident fault of the C functions.
     Guard(const VbarFault &fault, Stream stream) noexcept : Pins(fault, stream) {}
+
+    // Hands the pins to a consumer of DLPack that works on stream(): a `DLManagedTensorVersioned *`
+    // or, as asked, a `DLManagedTensor *`, whose deleter gives them back on any thread. The guard
+    // holds nothing then; after a failure it is as it was.
+    // Errors: stale_token, invalid_argument outside the guard's pages, unsupported types.
+    Result<void *> try_export_dlpack(const DlpackTensor &tensor) {
+        if (tensor.offset > bytes()) {
+            return Error(Status::invalid_argument, "the tensor starts past the guard's bytes");
+        }
+        VbarDlpackTensor raw = detail::sized<VbarDlpackTensor>();
+        raw.address = address() + tensor.offset;
+        raw.shape = tensor.shape.data();
+        raw.rank = static_cast<std::uint32_t>(tensor.shape.size());
+        raw.dtype = static_cast<std::uint32_t>(tensor.dtype);
+        raw.form = static_cast<std::uint32_t>(tensor.form);
+        raw.access = static_cast<std::uint32_t>(tensor.access);
+        void *managed = nullptr;
+        if (const VbarStatus status = vbar_dlpack_export(get(), stream().get(), &raw, &managed)) {
+            return Error(status);
+        }
+        static_cast<void>(release());
+        return managed;
+    }
+#if VBAR_HAS_EXCEPTIONS
+    void *export_dlpack(const DlpackTensor &tensor) { return try_export_dlpack(tensor).value(); }
+#endif
 };
 
 // An allocation whose bytes must be written, by this caller alone: write them on stream(), then

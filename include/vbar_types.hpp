@@ -187,6 +187,18 @@ enum class HeldPins : std::uint32_t {
     release = VBAR_HELD_PINS_RELEASE,
 };
 
+// Which of DLPack's two structs is wanted.
+enum class DlpackForm : std::uint32_t {
+    versioned = VBAR_DLPACK_FORM_VERSIONED,
+    unversioned = VBAR_DLPACK_FORM_UNVERSIONED,
+};
+
+// Whether a consumer of DLPack may write.
+enum class DlpackAccess : std::uint32_t {
+    read_only = VBAR_DLPACK_ACCESS_READ_ONLY,
+    writable = VBAR_DLPACK_ACCESS_WRITABLE,
+};
+
 // A sentence for a status; a short word for a reason; the safetensors name of a type. The strings
 // live for ever. Thread-safe.
 [[nodiscard]] inline const char *text(Status status) noexcept {
@@ -420,6 +432,17 @@ struct Freed {
     Shortfall shortfall;
     // Pages that are pinned, for `Shortfall::all_pinned`.
     std::uint32_t pinned_count;
+};
+
+// A tensor as a consumer of DLPack is to see it: rows behind each other, without gaps.
+struct DlpackTensor {
+    // Elements in each dimension, the slowest first.
+    Span<const std::uint64_t> shape;
+    Dtype dtype;
+    DlpackForm form = DlpackForm::versioned;
+    DlpackAccess access = DlpackAccess::read_only;
+    // Its first byte after the guard's first one.
+    std::uint64_t offset = 0;
 };
 
 // One page of a residency map.

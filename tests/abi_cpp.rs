@@ -6,10 +6,14 @@
 
 #![expect(clippy::unwrap_used, reason = "in a test a panic is the report")]
 
-use std::path::{Path, PathBuf};
+#[path = "abi/built.rs"]
+#[expect(dead_code, reason = "what this test compiles has options of its own")]
+mod built;
+
+use std::path::PathBuf;
 use std::process::Command;
 
-use tempfile::TempDir;
+use built::{Programs, root, run};
 
 /// Files of the suite; the last one is of the style without exceptions.
 const SUITE: &[&str] = &[
@@ -21,12 +25,16 @@ const SUITE: &[&str] = &[
     "files",
     "device",
     "threads",
+    "dlpack",
     "no_exceptions",
 ];
 
-fn root() -> &'static Path {
-    Path::new(env!("CARGO_MANIFEST_DIR"))
-}
+const HEADERS: &[&str] =
+    &["vbar.hpp", "vbar_callbacks.hpp", "vbar_fault.hpp", "vbar_sim.hpp", "vbar_types.hpp"];
+
+/// Functions that only Python needs.
+const NOT_FOR_CPP: &[&str] =
+    &["vbar_dlpack_capsule_destructor", "vbar_dlpack_set_capsule_functions"];
 
 fn is_here(tool: &str) -> bool {
     let found = Command::new(tool).arg("--version").output().is_ok();
@@ -36,43 +44,20 @@ fn is_here(tool: &str) -> bool {
     found
 }
 
-#[track_caller]
-fn run(command: &mut Command) -> String {
-    let output = command.output().unwrap_or_else(|error| panic!("{command:?}: {error}"));
-    let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
-    assert!(
-        output.status.success(),
-        "{command:?}: {}\n{}{}",
-        output.status,
-        text(&output.stdout),
-        text(&output.stderr)
-    );
-    text(&output.stdout)
-}
-
-/// A folder of what one compiler makes, with the library under the names that are looked for.
+/// A folder of what one compiler makes in one standard.
 struct Builder {
     compiler: &'static str,
     standard: &'static str,
-    folder: TempDir,
+    programs: Programs,
 }
 
 impl Builder {
     fn new(compiler: &'static str, standard: &'static str) -> Self {
-        let folder = TempDir::new().unwrap();
-        let tests = std::env::current_exe().unwrap();
-        let library = tests.parent().unwrap().join("libvbar.so");
-        assert!(library.exists(), "{} was not built", library.display());
-        // A loader looks for the name with the ABI's version, where the library has one.
-        let versioned = format!("libvbar.so.{}", vbar::ffi::VBAR_ABI_VERSION);
-        for name in ["libvbar.so", &versioned] {
-            std::os::unix::fs::symlink(&library, folder.path().join(name)).unwrap();
-        }
-        Self { compiler, standard, folder }
+        Self { compiler, standard, programs: Programs::new() }
     }
 
     fn path(&self, name: &str) -> PathBuf {
-        self.folder.path().join(name)
+        self.programs.path().join(name)
     }
 
     fn command(&self, options: &[&str]) -> Command {
@@ -97,9 +82,9 @@ impl Builder {
     fn link(&self, name: &str, options: &[&str], parts: &[PathBuf]) -> PathBuf {
         let program = self.path(name);
         let mut command = self.command(options);
-        command.args(parts).arg("-o").arg(&program).arg("-L").arg(self.folder.path());
+        command.args(parts).arg("-o").arg(&program).arg("-L").arg(self.programs.path());
         command.args(["-lvbar", "-ldl", "-pthread"]);
-        command.arg(format!("-Wl,-rpath,{}", self.folder.path().display()));
+        command.arg(format!("-Wl,-rpath,{}", self.programs.path().display()));
         run(&mut command);
         program
     }
@@ -229,16 +214,12 @@ fn every_number_has_its_name() {
 #[test]
 fn every_function_is_used() {
     let read = |name: &str| std::fs::read_to_string(root().join("include").join(name)).unwrap();
-    let wrapped: String =
-        ["vbar.hpp", "vbar_fault.hpp", "vbar_callbacks.hpp", "vbar_sim.hpp", "vbar_types.hpp"]
-            .into_iter()
-            .map(read)
-            .collect();
+    let wrapped: String = HEADERS.iter().map(|name| read(name)).collect();
     for header in ["vbar.h", "vbar_sim.h"].map(read) {
         let declarations =
             header.lines().filter_map(|line| line.split_once('(')?.0.rsplit_once(' '));
         for name in declarations.map(|(_, name)| name.trim_start_matches('*')) {
-            let is_function = name.starts_with("vbar_");
+            let is_function = name.starts_with("vbar_") && !NOT_FOR_CPP.contains(&name);
             assert!(!is_function || wrapped.contains(name), "{name} has no place in C++");
         }
     }
@@ -255,7 +236,7 @@ fn the_smallest_program_runs() {
     vbar::model::synth::synthesize(&model, 64 << 20, 3).unwrap();
     let smallest = || {
         let mut command = Command::new(&program);
-        command.current_dir(builder.folder.path());
+        command.current_dir(builder.programs.path());
         command.env("VBAR_DRIVER", "sim:capacity=1G,address_space=8G");
         command
     };

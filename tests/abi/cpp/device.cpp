@@ -32,6 +32,23 @@ TEST(options_reach_the_library) {
     CHECK_EQ(device.budget().headroom_bytes, 0U);
 }
 
+// A number that no option has is refused by the option's name, so each of them arrives.
+TEST(options_that_mean_nothing_are_refused) {
+    const auto refused = [](const char *name, auto change) {
+        vbar::DeviceOptions options = check::small(16);
+        change(options);
+        const auto device = vbar::Device::try_open(options);
+        CHECK_EQ(device.status(), Status::invalid_argument);
+        CHECK_SAYS(device.message(), name);
+    };
+    using Options = vbar::DeviceOptions;
+    refused("threads", [](Options &it) { it.threads = static_cast<vbar::Threads>(9); });
+    refused("eviction", [](Options &it) { it.eviction = static_cast<vbar::Eviction>(9); });
+    refused("context_waits", [](Options &it) { it.context_waits = vbar::ContextWaits(9); });
+    refused("poison", [](Options &it) { it.poison = static_cast<vbar::Poison>(9); });
+    refused("staging", [](Options &it) { it.staging_slot_count = 1000000; });
+}
+
 TEST(a_headroom_that_is_not_given_is_the_default) {
     vbar::DeviceOptions options = check::small(16);
     options.headroom_bytes.reset();
@@ -81,7 +98,11 @@ TEST(a_wait_times_out) {
     const vbar::Allocation weight = bar.allocate(PAGE);
     auto fill = weight.fault(vbar::no_stream);
     CHECK(fill.refill());
-    CHECK_THROWS(timed_out, weight.fault_wait(vbar::no_stream));
+    const std::string text = CHECK_THROWS(timed_out, weight.fault_wait(vbar::no_stream));
+    const std::size_t at = text.find("waited ");
+    CHECK_SAYS(text, " ms ");
+    // Not the 30 seconds of the default.
+    CHECK(at != std::string::npos && std::stoi(text.substr(at + 7)) < 10000);
     const VbarBar closed = bar.get();
     // The guard keeps the memory; the VBAR is closed all the same.
     CHECK_THROWS(timed_out, bar.destroy_wait());

@@ -250,3 +250,30 @@ TEST(residency_ranks_and_marks) {
     bar.prioritise();
     CHECK(bar.fault(PAGE, PAGE, sim.stream));
 }
+
+// Which of two VBARs loses its page to a third one, after `change`.
+template <class Change> static int loser(Change change) {
+    Sim sim(2);
+    const vbar::Bar one = sim.device.create_bar(PAGE);
+    const vbar::Bar two = sim.device.create_bar(PAGE);
+    for (const vbar::Bar *bar : {&one, &two}) {
+        bar->prioritise();
+        CHECK(bar->fault(0, PAGE, sim.stream));
+    }
+    change(one, two);
+    const vbar::Bar three = sim.device.create_bar(PAGE);
+    three.set_class(5);
+    CHECK(three.fault(0, PAGE, sim.stream));
+    sim.stream.synchronize();
+    CHECK_EQ(one.info().resident_count + two.info().resident_count, 1U);
+    return one.info().resident_count == 0 ? 1 : 2;
+}
+
+TEST(ranks_say_who_loses_pages) {
+    using Bar = const vbar::Bar &;
+    CHECK_EQ(loser([](Bar, Bar) {}), 1);
+    CHECK_EQ(loser([](Bar, Bar two) { two.deprioritise(); }), 2);
+    CHECK_EQ(loser([](Bar one, Bar) { one.prioritise(); }), 2);
+    CHECK_EQ(loser([](Bar one, Bar) { one.set_class(1); }), 2);
+    CHECK_EQ(loser([](Bar, Bar two) { two.set_class(-1); }), 2);
+}
