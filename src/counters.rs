@@ -31,7 +31,7 @@ impl Default for Sharded {
 
 impl Sharded {
     /// One more.
-    #[inline]
+    #[inline(always)]
     pub fn raise(&self) {
         let index = thread_index();
         let cell = &self.cells[index].0;
@@ -52,7 +52,7 @@ impl Sharded {
 
 /// A small number of the calling thread, what threads are spread by: of its own below `OWNED`, for
 /// as long as the process lives; shared with others from there on.
-#[inline]
+#[inline(always)]
 pub(crate) fn thread_index() -> usize {
     static NEXT: AtomicUsize = AtomicUsize::new(0);
     thread_local!(static SHARD: Cell<usize> = const { Cell::new(usize::MAX) });

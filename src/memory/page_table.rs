@@ -158,7 +158,7 @@ impl Page {
     }
 
     /// Adds a pin if the page is mapped.
-    #[inline]
+    #[inline(always)]
     pub fn pin(&self) -> Pin {
         let mut bits = self.word.load(Acquire);
         loop {
@@ -419,7 +419,7 @@ impl PageTable {
     ///
     /// # Panics
     /// Past the end; callers have checked their range.
-    #[inline]
+    #[inline(always)]
     #[must_use]
     pub fn page(&self, index: PageIndex) -> &Page {
         let chunk = &self.chunks[index.0 as usize / CHUNK];

@@ -237,7 +237,7 @@ impl Vbar {
     ///
     /// # Errors
     /// As [`Guard::unpin`]; what the driver says of another stream.
-    #[inline]
+    #[inline(always)]
     pub(crate) fn unpin_hold(&self, hold: &Hold, stream: Stream) -> Result<()> {
         self.inner.unpin_hold(hold, stream)
     }
@@ -291,7 +291,7 @@ impl VbarInner {
 }
 
 impl VbarInner {
-    #[inline]
+    #[inline(always)]
     pub(super) fn unpin_hold(&self, hold: &Hold, stream: Stream) -> Result<()> {
         self.runtime.pager().unpin_on(&self.bar, hold, stream)
     }

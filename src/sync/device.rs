@@ -88,7 +88,7 @@ impl Device {
     ///
     /// # Errors
     /// `ProcessEnding` or `DeviceLost`.
-    #[inline]
+    #[inline(always)]
     pub fn check(&self) -> Result<()> {
         process::check()?;
         if self.lost.load(Relaxed) {
@@ -182,7 +182,7 @@ impl Device {
     ///
     /// # Errors
     /// What the driver says of the handle.
-    #[inline]
+    #[inline(always)]
     pub fn inspect(&self, stream: Stream) -> Result<(CaptureState, Option<StreamSlot>)> {
         if stream.is_none() {
             return Ok((CaptureState::None, None));
@@ -225,7 +225,7 @@ impl Device {
     ///
     /// # Errors
     /// What the driver says of the handle.
-    #[inline]
+    #[inline(always)]
     pub fn capture_state(&self, stream: Stream) -> Result<CaptureState> {
         match self.retry(|| self.driver.stream_is_capturing(stream)) {
             Ok(state) => Ok(state),

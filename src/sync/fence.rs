@@ -120,7 +120,7 @@ impl Fences {
 
     /// Notes whether a stream is being captured: until it is seen again, or retired, that is what
     /// is known of it.
-    #[inline]
+    #[inline(always)]
     pub fn note_capture(&self, slot: StreamSlot, capturing: bool) {
         if self.entry(slot).capturing.load(Relaxed) != capturing {
             self.change_capture(self.entry(slot), capturing);
@@ -149,7 +149,7 @@ impl Fences {
     ///
     /// # Errors
     /// What the driver says of the handle; `Unsupported` when 256 streams are in use at once.
-    #[inline]
+    #[inline(always)]
     pub fn slot_of(&self, stream: Stream) -> Result<Option<StreamSlot>> {
         if stream.is_none() {
             return Ok(None);
@@ -159,7 +159,7 @@ impl Fences {
 
     /// The ticket that stands for all work enqueued on the stream up to now; the caller stamps it
     /// on what that work uses. No record covers it yet.
-    #[inline]
+    #[inline(always)]
     #[must_use]
     pub fn stamp(&self, slot: StreamSlot) -> Ticket {
         let entry = self.entry(slot);
@@ -178,7 +178,7 @@ impl Fences {
 
     /// Whether the slot is still the stream's: asked after a stamp was published. Where it is not,
     /// the stamp is to be made again with the slot that this returns.
-    #[inline]
+    #[inline(always)]
     pub fn confirm(&self, slot: StreamSlot) -> Result<Option<StreamSlot>> {
         if self.is_still(slot) {
             return Ok(None);
@@ -187,7 +187,7 @@ impl Fences {
     }
 
     /// Whether the ticket is known to have passed, without asking the driver.
-    #[inline]
+    #[inline(always)]
     #[must_use]
     pub fn known_passed(&self, ticket: Ticket) -> bool {
         if ticket.is_none() {
@@ -289,7 +289,7 @@ impl Fences {
 
     /// Whether it is time for a record on the stream: at once while VBARs exceed the budget, else
     /// at the interval.
-    #[inline]
+    #[inline(always)]
     #[must_use]
     pub fn is_record_due(&self, slot: StreamSlot) -> bool {
         self.eager.load(Relaxed) || self.ticks.is_over(self.entry(slot).recorded_at.load(Relaxed))

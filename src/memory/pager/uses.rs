@@ -21,7 +21,7 @@ impl Pager {
     ///
     /// # Errors
     /// `StaleToken` when a forced end of run took pins back before; the others were given back.
-    #[inline]
+    #[inline(always)]
     pub fn unpin(&self, bar: &Arc<Bar>, hold: &Hold) -> Result<()> {
         if crate::process::ending() {
             return Ok(());
@@ -48,7 +48,7 @@ impl Pager {
     ///
     /// # Errors
     /// As [`Pager::unpin`]; what the driver says of another stream. The pins are given back.
-    #[inline]
+    #[inline(always)]
     pub fn unpin_on(&self, bar: &Arc<Bar>, hold: &Hold, stream: Stream) -> Result<()> {
         match stream == hold.stream {
             true => self.unpin(bar, hold),
@@ -85,7 +85,7 @@ impl Pager {
     }
 
     /// Records a fence behind a use that was just stamped, if it is time to and possible.
-    #[inline]
+    #[inline(always)]
     fn cover_stamp(&self, bar: &Arc<Bar>, hold: &Hold, slot: StreamSlot) -> Result<()> {
         let implicit = hold.stream.is_implicit();
         let _context = if implicit { Some(self.device.enter_context()?) } else { None };
@@ -188,7 +188,7 @@ impl Pager {
         debug_assert!(replaced || page.users().len() < 5, "a full page has a stamp to replace");
     }
 
-    #[inline]
+    #[inline(always)]
     fn drop_pins(&self, bar: &Bar, hold: &Hold) -> Result<()> {
         let unpinned = match hold.generations {
             Generations::One(generation) => {
