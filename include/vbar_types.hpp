@@ -413,7 +413,7 @@ struct DeviceOptions {
     ContextWaits context_waits = ContextWaits::allowed;
     // Longest time that one call waits; 0: 30 seconds.
     std::chrono::milliseconds wait_timeout{0};
-    // Page-locked slots between file and device; 0: 4.
+    // Page-locked slots between file and device, at most 64; 0: 4.
     std::uint32_t staging_slot_count = 0;
     Poison poison = Poison::off;
 };
