@@ -28,9 +28,9 @@ _seeds = itertools.count(1)
 
 
 def spec(**options):
-    """A simulated device that no other test has: its name differs by a time to live."""
-    told = {"capacity": "64M", "jitter": 0, **options}
-    # Two names of the same options are two devices.
+    """A simulated device that no other test has: each text of options is a device of its own."""
+    told = {"capacity": "64M", **options}
+    # Faster than the host, so that it is a name and nothing else.
     told["bandwidth"] = told.get("bandwidth", 10**12 + next(_seeds))
     return "sim:" + ",".join(f"{key}={value}" for key, value in told.items())
 
