@@ -17,8 +17,9 @@ weights when anything else needs it::
 That a weight does not fit is an outcome and not an error: the result of a fault is false then, and
 has a ``reason``. What fails raises a subclass of :class:`Error`, one for each status of the C ABI.
 
-All of it may be used from several threads. After a fork the child cannot use the device: every call
-raises :class:`ProcessEnding` there. The library's messages go to the logger ``"vbar"``.
+All of it may be used from several threads, and Ctrl-C ends a wait. Memory of a VBAR belongs to its
+process: it cannot be shared by CUDA's IPC, nothing here is pickled, and the child of a fork gets
+:class:`ProcessEnding` from every call. The library's messages go to the logger ``"vbar"``.
 """
 
 from __future__ import annotations

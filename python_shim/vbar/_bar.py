@@ -305,9 +305,7 @@ class Allocation(Unshared):
     def __repr__(self) -> str:
         return f"<vbar.Allocation {self.nbytes} bytes at {self.address:#x}>"
 
-    def fault(
-        self, stream: Stream = None, wait: bool = False
-    ) -> Guard | Refill | Offloaded | Busy:
+    def fault(self, stream: Stream = None, wait: bool = False) -> Guard | Refill | Offloaded | Busy:
         """Make the allocation resident for work on ``stream``, and pin it.
 
         Args:

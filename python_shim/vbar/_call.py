@@ -18,7 +18,7 @@ def call(function: Callable[..., int], *arguments: Any) -> None:
         _interrupt.arm()
     status = function(*arguments)
     if status or _interrupt.stash:
-        _raise(status)
+        raise_failure(status)
     _log.deliver()
 
 
@@ -28,11 +28,11 @@ def call_often(function: Callable[..., int], *arguments: Any) -> None:
         _interrupt.arm()
     status = function(*arguments)
     if status or _interrupt.stash:
-        _raise(status)
+        raise_failure(status)
     _log.deliver_if_due()
 
 
-def _raise(status: int) -> None:
+def raise_failure(status: int) -> None:
     """Raises unless the call was good, and the interrupt is another thread's."""
     # First of all: the next failure on this thread replaces the message.
     error: BaseException | None = of_status(status, last_message()) if status else None

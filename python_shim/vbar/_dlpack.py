@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 import operator
 import threading
-from typing import TYPE_CHECKING, Any, NoReturn, Sequence
+from typing import TYPE_CHECKING, Any, Sequence
 
 from . import _abi, _library
 from ._call import call_often

@@ -6,12 +6,10 @@ A guard owns one token of the library and gives it back once: at the end of its 
 
 from __future__ import annotations
 
-import ctypes
 from typing import TYPE_CHECKING, Any, Callable, Iterator, Literal, Sequence, overload
 
-from . import _abi, _library
-from ._call import call, call_often
-from ._dtypes import Dtype
+from . import _abi, _interrupt, _library, _log
+from ._call import call_often, raise_failure
 from ._errors import GuardReleased
 from ._streams import Stream, handle_of
 from ._unshared import Unshared
@@ -319,11 +317,17 @@ class Guards(Unshared, Sequence[Guard]):
 def fault_of(function: Callable[..., int], *arguments: Any) -> _abi.Fault:
     """Calls a function of the library that faults; its last argument is the result."""
     fault = _abi.Fault()
-    try:
-        call_often(function, *arguments, ctypes.byref(fault))
-    except BaseException:
-        # A handler of a signal raised although the fault was good.
-        if fault.token:
-            _library.load().vbar_token_unpin(fault.token, arguments[-1])
-        raise
+    # As `call_often` does it: this is the one call that a layer makes all the time.
+    if _interrupt.unarmed:
+        _interrupt.arm()
+    status = function(*arguments, fault)
+    if status or _interrupt.stash:
+        try:
+            raise_failure(status)
+        except BaseException:
+            # A handler of a signal may have raised although the fault was good.
+            if fault.token:
+                _library.load().vbar_token_unpin(fault.token, arguments[-1])
+            raise
+    _log.deliver_if_due()
     return fault

@@ -42,6 +42,8 @@ def unsigned(number: SupportsIndex, what: str, most: int = _U64_MAX) -> int:
     Raises:
         InvalidArgument: it is another.
     """
+    if type(number) is int and 0 <= number <= most:
+        return number
     try:
         whole = operator.index(number)
     except TypeError:

@@ -2,8 +2,6 @@
 
 import ctypes
 
-import support  # noqa: F401  (finds the package)
-
 
 class Dtype(ctypes.Structure):
     _fields_ = [("code", ctypes.c_uint8), ("bits", ctypes.c_uint8), ("lanes", ctypes.c_uint16)]

@@ -28,9 +28,9 @@ _seeds = itertools.count(1)
 
 
 def spec(**options):
-    """A simulated device that no other test has: its name differs by a time to live."""
-    told = {"capacity": "64M", "jitter": 0, **options}
-    # Two names of the same options are two devices.
+    """A simulated device that no other test has: each text of options is a device of its own."""
+    told = {"capacity": "64M", **options}
+    # Faster than the host, so that it is a name and nothing else.
     told["bandwidth"] = told.get("bandwidth", 10**12 + next(_seeds))
     return "sim:" + ",".join(f"{key}={value}" for key, value in told.items())
 
@@ -128,9 +128,7 @@ class Sim:
 
     def launch_read(self, source, nbytes, target, stream):
         """Enqueues a kernel that reads, and adds a checksum to the word at a device address."""
-        self._call(
-            "vbar_sim_launch_checksum", self._device, source, nbytes, target, 0, stream
-        )
+        self._call("vbar_sim_launch_checksum", self._device, source, nbytes, target, 0, stream)
 
     def checksum(self, data):
         """What that kernel adds."""
@@ -190,6 +188,7 @@ _SIM_FUNCTIONS = {
     "vbar_sim_copy_to_host": [_u64, _pointer, _u64, _size, _size],
     "vbar_sim_launch_checksum": [_u64, _u64, _u64, _u64, _u64, _size],
     "vbar_sim_peek": [_u64, _u64, _pointer, _size],
+    "vbar_sim_set_outside_bytes": [_u64, _u64],
     "vbar_sim_lose_device": [_u64, ctypes.c_int32],
     "vbar_sim_fail": [_u64, ctypes.c_char_p, _u64, _u64, ctypes.c_int32],
     "vbar_sim_live": [_u64, ctypes.POINTER(_Live)],

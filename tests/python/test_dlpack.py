@@ -493,13 +493,16 @@ class Ends(Case):
 
     def test_a_deleter_after_the_interpreter_does_no_harm(self):
         # What a C++ library's static objects do.
-        program = self.PROGRAM + """
+        program = (
+            self.PROGRAM
+            + """
         import ctypes
         libc = ctypes.CDLL(None)
         for tensor in consumed:
             address = ctypes.cast(tensor.managed.deleter, ctypes.c_void_p).value
             libc.__cxa_atexit(ctypes.c_void_p(address), ctypes.c_void_p(tensor.pointer), None)
         """
+        )
         check_program(self, program)
 
 

@@ -5,6 +5,7 @@ import logging
 import os
 import pathlib
 import threading
+import time
 import unittest
 
 import vbar
@@ -473,6 +474,49 @@ class Models(Case):
         with open_device(budget=2 * PAGE) as device, device.open_model(path) as model:
             with model.fault("a") as weight:
                 self.assertEqual((bool(weight), weight.reason), (False, vbar.Reason.TOO_LARGE))
+
+
+class Debugging(Case):
+    def test_a_stale_read_finds_poison(self):
+        path = self.model_of({"a": ("U8", (PAGE,), pattern(PAGE))})
+        options = {"poison": True, "eviction": vbar.Eviction.STRICT}
+        with open_device(budget=4 * PAGE, **options) as device, device.open_model(path) as model:
+            sim = Sim(device)
+            stream = sim.stream()
+            for _ in range(2):
+                with model.fault("a", stream) as weight:
+                    self.assertEqual(sim.read(weight.address, PAGE, stream), pattern(PAGE))
+                model.bar.end_of_run(stream)
+                self.assertEqual(model.bar.free_memory().bytes, PAGE)
+                self.assertEqual(sim.read(weight.address, PAGE, stream), b"\xff" * PAGE)
+                self.assertEqual(device.statistics().poisoned_page_count, 1)
+            self.assertEqual(sim.violations(), 0)
+
+    def test_without_it_there_is_nothing_behind_an_evicted_page(self):
+        with open_device(spec(on_violation="record")) as device:
+            bar, sim = device.create_bar(PAGE), Sim(device)
+            with bar.fault(0, PAGE) as bytes:
+                pass
+            bar.end_of_run()
+            self.assertEqual(bar.free_memory().bytes, PAGE)
+            with self.assertRaises(AssertionError):
+                sim.peek(bytes.address, 8)
+
+
+class Pressure(Case):
+    def test_the_librarys_thread_gives_back_what_others_want(self):
+        with open_device(threads=True, headroom="24M") as device:
+            bar, sim = device.create_bar(16 * PAGE), Sim(device)
+            with bar.fault(0, 16 * PAGE):
+                pass
+            bar.end_of_run()
+            # Of 64 MiB others have 24, and 24 are to be left free.
+            sim._call("vbar_sim_set_outside_bytes", sim._sim, 24 * MIB)
+            until = time.monotonic() + 20
+            # No call of ours but those that only look.
+            while device.statistics().used_bytes > 16 * MIB and time.monotonic() < until:
+                time.sleep(0.01)
+            self.assertLessEqual(device.statistics().used_bytes, 16 * MIB)
 
 
 class Messages(Case):

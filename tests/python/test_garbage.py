@@ -132,7 +132,8 @@ class Garbage(Case):
         for size in (0, 1, 7, 1 << 17, 2**64 - 1):
             options = _abi.DeviceOptions(size=size, driver=b"sim")
             self.assertEqual(library.vbar_device_open(options, device), 1)
-        for driver in (b"", b"sim:", b"sim:x", b"sim:capacity=-1", b"\xff", b"cuda:x", b"x" * 10000):
+        wrong = (b"", b"sim:x", b"sim:capacity=-1", b"\xff", b"cuda:x", b"x" * 10000)
+        for driver in wrong:
             options = _abi.DeviceOptions(size=ctypes.sizeof(_abi.DeviceOptions), driver=driver)
             status = library.vbar_device_open(options, None)
             self.assertEqual(status, 1, driver)

@@ -30,7 +30,8 @@ WAITS = """
 
 class Interrupts(Case):
     def check(self, text, *arguments):
-        return check_program(self, WAITS + textwrap.indent(textwrap.dedent(text), "    "), *arguments)
+        program = WAITS + textwrap.indent(textwrap.dedent(text), "    ")
+        return check_program(self, program, *arguments)
 
     def test_ctrl_c_ends_a_wait(self):
         self.check("""
@@ -57,7 +58,8 @@ class Interrupts(Case):
     def test_ctrl_c_ends_a_fault_that_waits_and_pins_nothing(self):
         size = 4 << 20
         path = self.model_of({"a": ("U8", (size,), pattern(size))})
-        self.check("""
+        self.check(
+            """
             slow = vbar.Device(
                 "sim:capacity=64M,bandwidth=100K", headroom=0, page_size="4M", wait_timeout=300)
             model = slow.open_model(sys.argv[1])
@@ -71,7 +73,9 @@ class Interrupts(Case):
                 sys.exit("not interrupted")
             assert model.bar.residency()[0].pin_count == 0
             os._exit(0)
-        """, path)
+        """,
+            path,
+        )
 
     def test_a_handler_that_raises_nothing_lets_the_wait_go_on(self):
         self.check("""

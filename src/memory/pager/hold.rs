@@ -7,7 +7,7 @@ use std::ops::Range;
 use crate::sync::fence::StreamSlot;
 use crate::units::{Generation, Stream};
 
-/// Pins on the pages of one range, given back by [`Pager::unpin`].
+/// Pins on the pages of one range, given back by [`super::Pager::unpin`].
 #[derive(Debug)]
 pub struct Hold {
     /// The pages.
