@@ -771,7 +771,8 @@ typedef struct VbarDeviceOptions {
    */
   uint64_t page_bytes;
   /*
-   The `CUcontext` to work in; NULL: the device's primary context.
+   The `CUcontext` to work in; NULL: the device's primary context, or the one that the device
+   is open in.
    */
   void *context;
   /*

@@ -98,7 +98,8 @@ pub struct VbarDeviceOptions {
     pub headroom_bytes: u64,
     /// Size of pages and frames, a power of two and a multiple of the granularity; 0: 16 MiB.
     pub page_bytes: u64,
-    /// The `CUcontext` to work in; NULL: the device's primary context.
+    /// The `CUcontext` to work in; NULL: the device's primary context, or the one that the device
+    /// is open in.
     pub context: *mut c_void,
     /// A `VbarEviction`.
     pub eviction: u32,

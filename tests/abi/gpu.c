@@ -138,9 +138,15 @@ int main(void) {
     printf("%s, %s\n", info.name, info.driver);
     check_poison(&cuda, device, stream);
     check_work(&cuda, device, stream);
-    /* The device is open in this context: another one, the primary, is refused. */
-    options.context = NULL;
+    /* The device is open in this context: another one is refused, none named is this one. */
+    void *second;
+    CHECK(cuda.context_create(&second, 0, 0) == 0);
+    options.context = second;
     FAILS(vbar_device_open(&options, &other), VBAR_STATUS_ALREADY_OPEN, "is open with");
+    options.context = NULL;
+    OK(vbar_device_open(&options, &other));
+    OK(vbar_device_close(other));
+    CHECK(cuda.context_destroy(second) == 0);
     OK(vbar_device_close(device));
     CHECK(cuda.stream_destroy(stream) == 0);
     CHECK(cuda.context_destroy(context) == 0);
