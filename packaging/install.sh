@@ -107,3 +107,7 @@ for text in README.md CHANGELOG.md LICENSE-APACHE LICENSE-MIT; do
     file 644 "$text" "$doc/$text"
 done
 folder "$doc"
+
+if [ "$verb" = install ] && [ -z "$DESTDIR" ]; then
+    echo "vbar $VERSION is in $PREFIX. Run ldconfig as root, so that programs find $soname."
+fi

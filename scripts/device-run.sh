@@ -1,9 +1,11 @@
 #!/usr/bin/env bash
-# Runs the device suite, the C, C++ and Python tests and examples, the benchmarks and a model larger
-# than its budget on a real GPU. Fails, never skips, where there is none. Everything is printed as it
-# comes; each step has a time limit.
+# Runs on a real GPU: the device suite, the C, C++ and Python tests and examples, the benchmarks, and
+# a model larger than its budget. Fails, never skips, where there is none. Everything is printed as
+# it comes; each step has a time limit.
 #
-#   MODEL_BYTES=16G BUDGET=8G MODEL=/tmp/vbar-model.safetensors ./device-run.sh
+#   MODEL_BYTES=16G BUDGET=8G MODEL=/tmp/vbar-model.safetensors ./device-run.sh [PART...]
+#
+# The parts are suite, programs, python, bench and model; without a name, all of them.
 set -uo pipefail
 cd "$(dirname "$0")"
 model_bytes=${MODEL_BYTES:-16G}
@@ -21,44 +23,93 @@ step() {
         echo "== FAILED with $code: $*"
         failed=1
     fi
+    return "$code"
 }
 
-# Compiles a program of the bundle: its name, the compiler with its standard, the sources.
-build() {
-    local name=$1 compiler=$2
+# Compiles a program of the bundle, its sources and arguments apart by `--`, and runs it:
+# NAME LIMIT SOURCE... -- ARGUMENT...
+compiled() {
+    local name=$1 limit=$2 sources=()
     shift 2
-    step 120 $compiler -Wall -Wextra -Werror -pedantic -O2 -Iinclude -o "built/$name" "$@" \
-        -Lbuilt -lvbar -ldl -pthread -Wl,-rpath,"$PWD/built"
+    while [ "$1" != -- ]; do
+        sources+=("$1")
+        shift
+    done
+    shift
+    local compiler=(gcc -std=c11)
+    case ${sources[0]} in *.cpp) compiler=(g++ -std=c++17) ;; esac
+    step 120 "${compiler[@]}" -O2 -Wall -Wextra -Werror -pedantic -pthread -I include \
+        "${sources[@]}" -o "built/$name" -Wl,--as-needed -L lib -lvbar -ldl \
+        -Wl,-rpath,"$PWD/lib" && step "$limit" "built/$name" "$@"
 }
 
-chmod +x device faults c_abi engine-rust vbar
-mkdir -p built
-# The program's loader looks for the library by the name of its ABI.
-cp libvbar.so built/libvbar.so
-cp libvbar.so built/libvbar.so.1
-export VBAR_LIBRARY=$PWD/built/libvbar.so PYTHONPATH=$PWD/python_shim PYTHONDONTWRITEBYTECODE=1
+suite() {
+    step 400 ./device --test-threads 1
+}
+
+# The C tests that make sense on a real device, and the engines in three languages: each on a model
+# of its own, and on one of 1 GiB in a budget of 300 MiB.
+programs() {
+    mkdir -p built
+    local folder test language
+    folder=$(mktemp -d)
+    step 100 ./vbar synth "$folder/model.safetensors" --bytes 1G --seed 7
+    step 100 ./vbar synth "$folder/small.safetensors" --bytes 1M --seed 7
+    export VBAR_TEST_DRIVER=cuda VBAR_DRIVER=cuda
+    compiled hostile 60 tests/abi/hostile*.c -- "$folder"
+    for test in gpu sizes life threads files log process; do
+        compiled "$test" 120 "tests/abi/$test.c" -- "$folder"
+    done
+    compiled reload 60 tests/abi/reload.c -- lib/libvbar.so
+    # The library's own thread beside the program's.
+    VBAR_TEST_THREADS=1 step 60 built/threads "$folder"
+    VBAR_TEST_THREADS=1 step 60 built/process "$folder"
+    for language in c cpp; do
+        compiled "engine-$language" 60 "examples/engine.$language" --
+        step 120 "built/engine-$language" "$folder/model.safetensors" 300
+    done
+    step 60 ./engine-rust
+    step 120 ./engine-rust "$folder/model.safetensors" 300
+    compiled smallest-c 60 examples/smallest.c -- "$folder/small.safetensors"
+    step 60 ./smallest-rust
+    unset VBAR_TEST_DRIVER VBAR_DRIVER
+    rm -rf "$folder"
+}
+
+# With the torch and CuPy that are there.
+python() {
+    step 200 python3 -u tests/python/test_gpu.py
+}
+
+bench() {
+    step 60 env VBAR_BENCH_LIBRARY="$VBAR_LIBRARY" ./c_abi
+    step 120 ./faults
+}
+
+model() {
+    step 300 ./vbar synth "$model" --bytes "$model_bytes" --seed 7
+    step 300 ./vbar run "$model" --budget "$budget" --passes 3 --device cuda --verify
+    step 60 ./vbar stress --seconds 20 --seed 1 --threads 4 --device cuda
+    rm -f "$model"
+}
+
+parts=("$@")
+[ "${#parts[@]}" -gt 0 ] || parts=(suite programs python bench model)
+for part in "${parts[@]}"; do
+    case $part in
+    suite | programs | python | bench | model) ;;
+    *)
+        echo "== there is no part $part: suite, programs, python, bench, model" >&2
+        exit 2
+        ;;
+    esac
+done
+chmod +x device faults c_abi engine-rust smallest-rust vbar
+export VBAR_LIBRARY=$PWD/lib/libvbar.so PYTHONPATH=$PWD/python_shim PYTHONDONTWRITEBYTECODE=1
 if ! timeout 20 ./vbar doctor; then
     echo "== no usable GPU here: nothing was run" >&2
     exit 1
 fi
-step 400 ./device --test-threads 1
-build gpu "cc -std=c11" tests/abi/gpu.c
-build life "cc -std=c11" tests/abi/life.c
-build threads "cc -std=c11" tests/abi/threads.c
-build engine-c "cc -std=c11" examples/engine.c
-build engine-cpp "c++ -std=c++17" examples/engine.cpp
-step 60 built/gpu
-step 60 env VBAR_TEST_DRIVER=cuda built/life /tmp
-step 60 env VBAR_TEST_DRIVER=cuda built/threads /tmp
-step 60 env VBAR_DRIVER=cuda built/engine-c
-step 60 env VBAR_DRIVER=cuda built/engine-cpp
-step 60 env VBAR_DRIVER=cuda ./engine-rust
-step 200 python3 -u tests/python/test_gpu.py
-step 60 env VBAR_BENCH_LIBRARY="$VBAR_LIBRARY" ./c_abi
-step 120 ./faults
-step 300 ./vbar synth "$model" --bytes "$model_bytes" --seed 7
-step 300 ./vbar run "$model" --budget "$budget" --passes 3 --device cuda --verify
-step 60 ./vbar stress --seconds 20 --seed 1 --threads 4 --device cuda
-rm -f "$model"
+for part in "${parts[@]}"; do "$part"; done
 [ "$failed" -eq 0 ] && echo "== all passed" || echo "== something failed"
 exit "$failed"

@@ -8,6 +8,8 @@ mod built;
 mod made;
 #[path = "abi/programs.rs"]
 mod programs;
+#[path = "abi/sources.rs"]
+mod sources;
 
 use std::collections::BTreeSet;
 use std::process::Command;

@@ -17,6 +17,8 @@ use tempfile::TempDir;
 
 #[path = "install/programs.rs"]
 mod programs;
+#[path = "abi/sources.rs"]
+mod sources;
 #[path = "install/tree.rs"]
 mod tree;
 

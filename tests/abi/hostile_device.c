@@ -1,6 +1,7 @@
 /*
  * Hostile calls of what takes no id, and of devices. See hostile.c.
  */
+#define _POSIX_C_SOURCE 200809L
 #include "hostile.h"
 
 CASE(vbar_abi_version) {
@@ -73,7 +74,25 @@ CASE(vbar_log_poll) {
         OPEN_FAILS(options_, status, words); \
     } while (0)
 
+/* No options at all, or no driver among them: the environment says which. */
+static void open_by_environment(void) {
+    static const char *const drivers[] = {"gpu", "sim:capacity=0", "sim:\xff=1", "cuda:-1"};
+    char *before = getenv("VBAR_DRIVER"), kept[256];
+    snprintf(kept, sizeof kept, "%s", before ? before : "");
+    VbarDeviceOptions options = {.size = sizeof options};
+    for (size_t at = 0; at < COUNT_OF(drivers); at++) {
+        CHECK(setenv("VBAR_DRIVER", drivers[at], 1) == 0);
+        FAILS(vbar_device_open(NULL, untouched()), VBAR_STATUS_INVALID_ARGUMENT, "VBAR_DRIVER");
+        FAILS(vbar_device_open(&options, untouched()), VBAR_STATUS_INVALID_ARGUMENT,
+              "VBAR_DRIVER");
+        CHECK(is_untouched());
+    }
+    CHECK(unsetenv("VBAR_DRIVER") == 0);
+    if (before) CHECK(setenv("VBAR_DRIVER", kept, 1) == 0);
+}
+
 CASE(vbar_device_open) {
+    open_by_environment();
     VbarDeviceOptions good = test_options(16), options = good;
     VbarDevice device;
     BAD_PLACES(VbarDevice, bad, vbar_device_open(&good, bad));

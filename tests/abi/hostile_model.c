@@ -76,7 +76,8 @@ CASE(vbar_model_close) {
 
 CASE(vbar_model_info) {
     BAD_STRUCTS(VbarModelInfo, bad, vbar_model_info(world.model, bad));
-    EACH_BAD_ID(MODEL, VbarModel, bad, vbar_model_info(bad, untouched_struct(sizeof(VbarModelInfo))));
+    EACH_BAD_ID(MODEL, VbarModel, bad,
+                vbar_model_info(bad, untouched_struct(sizeof(VbarModelInfo))));
 }
 
 CASE(vbar_model_tensor) {

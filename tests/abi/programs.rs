@@ -10,16 +10,8 @@ use vbar::host::model_files::Model;
 use vbar::model::synth::synthesize;
 
 use crate::built::{Programs, library, root, run};
+use crate::sources::HOSTILE;
 use crate::{declared_functions, headers};
-
-const HOSTILE: &[&str] = &[
-    "tests/abi/hostile.c",
-    "tests/abi/hostile_device.c",
-    "tests/abi/hostile_bar.c",
-    "tests/abi/hostile_model.c",
-    "tests/abi/hostile_dlpack.c",
-    "tests/abi/hostile_sim.c",
-];
 
 /// Compiles a program and runs it; it gets a folder for files of its own.
 #[track_caller]

@@ -6,6 +6,7 @@ use tempfile::TempDir;
 use vbar::driver::sim::Verb;
 use vbar::model::synth::synthesize;
 
+use crate::sources::HOSTILE;
 use crate::tree::{Tree, run};
 
 /// What memcheck is to say of blocks that are left.
@@ -74,16 +75,7 @@ pub(crate) const CHECKED: &[Program] = &[
     example("smallest_c", &["examples/smallest.c"], Kind::Smallest),
     example("engine_c", &["examples/engine.c"], Kind::Engine),
     example("engine_cpp", &["examples/engine.cpp"], Kind::Engine),
-    test(
-        "hostile",
-        &[
-            "tests/abi/hostile.c",
-            "tests/abi/hostile_device.c",
-            "tests/abi/hostile_bar.c",
-            "tests/abi/hostile_model.c",
-            "tests/abi/hostile_sim.c",
-        ],
-    ),
+    test("hostile", HOSTILE),
     test("sizes", &["tests/abi/sizes.c"]),
     test("life", &["tests/abi/life.c"]),
     test("threads", &["tests/abi/threads.c"]),
