@@ -7,7 +7,7 @@ use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use crate::counters::{self, Counters};
-use crate::driver::{CaptureMode, CaptureState, Context, Driver};
+use crate::driver::{CaptureMode, CaptureState, Context, Driver, DriverCode, DriverError};
 use crate::error::{Error, ErrorCode, Result, Transient};
 use crate::options::{ContextWaits, RuntimeOptions};
 use crate::outcome::WaitKind;
@@ -188,11 +188,9 @@ impl Device {
             return Ok((CaptureState::None, None));
         }
         let capture = self.capture_state(stream)?;
-        let slot = match self.slot_of(stream) {
-            Err(error) if error.code() == ErrorCode::Unsupported => {
-                self.make_slot(stream, error)?
-            }
-            slot => slot.map_err(|error| self.note(error))?,
+        let slot = match self.fences.slot_of(stream) {
+            Ok(slot) => slot,
+            Err(error) => self.slot_after(stream, error)?,
         };
         if let Some(slot) = slot {
             self.fences.note_capture(slot, capture != CaptureState::None);
@@ -204,14 +202,25 @@ impl Device {
     ///
     /// # Errors
     /// As [`Fences::slot_of`].
-    #[inline]
     pub fn slot_of(&self, stream: Stream) -> Result<Option<StreamSlot>> {
         self.retry(|| self.fences.slot_of(stream))
     }
 
+    /// The slot of a stream that was not found at once.
+    #[cold]
+    fn slot_after(&self, stream: Stream, error: Error) -> Result<Option<StreamSlot>> {
+        let slot = match error.is_transient() {
+            true => self.retry_slowly(error, || self.fences.slot_of(stream)),
+            false => Err(error),
+        };
+        match slot {
+            Err(error) if error.code() == ErrorCode::Unsupported => self.make_slot(stream, error),
+            slot => slot.map_err(|error| self.note(error)),
+        }
+    }
+
     /// The slot of a stream when all are taken by streams that no record covers, most of them gone
     /// without having been retired: known to be done after a wait for the context.
-    #[cold]
     fn make_slot(&self, stream: Stream, error: Error) -> Result<Option<StreamSlot>> {
         if !self.may_wait_for_context() {
             return Err(error);
@@ -227,12 +236,23 @@ impl Device {
     /// What the driver says of the handle.
     #[inline(always)]
     pub fn capture_state(&self, stream: Stream) -> Result<CaptureState> {
-        match self.retry(|| self.driver.stream_is_capturing(stream)) {
+        match self.driver.stream_is_capturing(stream) {
             Ok(state) => Ok(state),
-            Err(error) if error.code == crate::driver::DriverCode::STREAM_CAPTURE_IMPLICIT => {
+            Err(error) => self.capture_state_after(stream, error),
+        }
+    }
+
+    #[cold]
+    fn capture_state_after(&self, stream: Stream, error: DriverError) -> Result<CaptureState> {
+        let state = match error.is_transient() {
+            true => self.retry_slowly(error, || self.driver.stream_is_capturing(stream)),
+            false => Err(error),
+        };
+        match state {
+            Err(error) if error.code == DriverCode::STREAM_CAPTURE_IMPLICIT => {
                 Ok(CaptureState::Implicit)
             }
-            Err(error) => Err(self.note(error.into())),
+            state => state.map_err(|error| self.note(error.into())),
         }
     }
 

@@ -190,12 +190,19 @@ impl Pager {
 
     #[inline(always)]
     fn drop_pins(&self, bar: &Bar, hold: &Hold) -> Result<()> {
-        let unpinned = match hold.generations {
-            Generations::One(generation) => {
-                bar.table.page(PageIndex(hold.pages.start)).unpin(generation)
+        if let Generations::One(generation) = hold.generations {
+            let unpinned = bar.table.page(PageIndex(hold.pages.start)).unpin(generation);
+            // Asked after the pin has gone: whoever closes the VBAR sees either that or us.
+            if unpinned.is_ok() && !bar.is_closed() {
+                return Ok(());
             }
-            Generations::Many(_) => self.drop_many(bar, hold),
-        };
+            return self.end_unpin(bar, hold, unpinned);
+        }
+        self.end_unpin(bar, hold, self.drop_many(bar, hold))
+    }
+
+    #[cold]
+    fn end_unpin(&self, bar: &Bar, hold: &Hold, unpinned: Result<()>) -> Result<()> {
         if bar.is_closed() {
             self.tidy_closed(bar);
         }
