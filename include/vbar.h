@@ -454,7 +454,8 @@ enum VbarOutcome
 #endif // defined(__cplusplus) || __STDC_VERSION__ >= 202311L
  {
   /*
-   The bytes are there, pinned, and valid for the stream given.
+   Mapped, pinned, and valid for the stream given. The bytes are there too, except in a VBAR
+   that is not bound and faulted by range: see `vbar_bar_fault`.
    */
   VBAR_OUTCOME_RESIDENT = 1,
   /*
@@ -573,7 +574,8 @@ enum VbarReason
    */
   VBAR_REASON_ALL_PINNED = 3,
   /*
-   A page at or above its VBAR's watermark.
+   A page at or above its VBAR's watermark, which evictions lower: `vbar_bar_prioritise` at the
+   start of a run lifts it.
    */
   VBAR_REASON_ABOVE_WATERMARK = 4,
   /*
@@ -671,7 +673,7 @@ enum VbarThreads
    */
   VBAR_THREADS_ON = 1,
   /*
-   None: that is noticed at the next fault. Ends the one of a device that is open.
+   None: that is noticed at the next miss. Ends the one of a device that is open.
    */
   VBAR_THREADS_OFF = 2,
 };
@@ -744,9 +746,10 @@ typedef struct VbarDeviceOptions {
    */
   size_t size;
   /*
-   The driver: "cuda", "cuda:1", "sim", "sim:capacity=8G,seed=7", or "auto", which is a CUDA
-   device where there is one, else a simulated one. NULL is what the environment variable
-   `VBAR_DRIVER` says, else "cuda".
+   The driver: "cuda", "cuda:1", "sim", "sim:capacity=8G,seed=7", or "auto", which is what the
+   environment variable `VBAR_DRIVER` says, else a CUDA device where there is one, else a
+   simulated one. NULL is what `VBAR_DRIVER` says, else "cuda". Simulated devices with equal
+   options are one device, while anybody has it open.
    */
   const char *driver;
   /*
@@ -789,7 +792,8 @@ typedef struct VbarDeviceOptions {
    */
   uint64_t wait_timeout_ms;
   /*
-   Page-locked slots between file and device, at most 64; 0: 4.
+   Page-locked slots between file and device, at most 64; 0: 4. One is a page, or 16 MiB where
+   pages are larger.
    */
   uint32_t staging_slot_count;
   /*
@@ -867,7 +871,9 @@ typedef struct VbarFreed {
 /*
  A stream: a `CUstream` (or `cudaStream_t`) as a number, `(VbarStream)(uintptr_t)stream`. 0 is
  the default stream of the legacy kind, 1 and 2 are `CU_STREAM_LEGACY` and
- `CU_STREAM_PER_THREAD`, `VBAR_STREAM_NONE` is none. It must be valid during the call only.
+ `CU_STREAM_PER_THREAD`, `VBAR_STREAM_NONE` is none. The library keeps no handle: it must be valid
+ during each call that it is given to. A stream that is faulted for lives until the token was
+ given back; then `vbar_stream_retire`, then destroy it.
  */
 typedef size_t VbarStream;
 
@@ -910,7 +916,8 @@ typedef struct VbarBarInfo {
    */
   uint32_t resident_count;
   /*
-   Pages at or above are not faulted in; pages of bound VBARs all are.
+   Pages at or above are not faulted in; pages of bound VBARs all are. An eviction lowers it to
+   its page; prioritising lifts it to all pages, and it heals with time when memory is left.
    */
   uint32_t watermark;
   /*
@@ -1447,7 +1454,8 @@ VbarStatus vbar_bar_destroy(struct VbarBar bar);
 
 /*
  As `vbar_bar_destroy`, then waits until its memory was given back. The VBAR is closed also when
- the wait times out, as it does while tokens of it are held. Thread-safe.
+ the wait times out, as it does while tokens of it are held. `vbar_bar_end_of_run` before it
+ covers the last use with a fence. Thread-safe.
  */
 VbarStatus vbar_bar_destroy_wait(struct VbarBar bar);
 
@@ -1500,6 +1508,8 @@ VbarStatus vbar_bar_set_watermark(struct VbarBar bar, uint32_t page_count);
 /*
  Gives memory of a VBAR back to the driver: from its end down to its floor, whole pages;
  UINT64_MAX asks for everything. Waits for fences, never for pins, and tells why it was less.
+ Fences are recorded now and then: `vbar_bar_end_of_run` before it covers the last use. Lowers
+ the watermark of a VBAR that is not bound: prioritise it before its next run.
  Thread-safe.
  `freed` is NULL or can be written to.
  */
@@ -1568,7 +1578,8 @@ VbarStatus vbar_allocation_invalidate(struct VbarAllocation allocation);
 
 /*
  Makes bytes of a VBAR resident for work on `stream`, and pins them. On a bound VBAR they are the
- file's; on another they are what was last written while `signature` stays the same. A hit makes
+ file's; on another they are what was last written while `signature` stays the same, and undefined
+ before: compare it, or use allocations, which ask for a refill themselves. A hit makes
  no driver call that waits and takes no lock. Thread-safe.
  `fault` is NULL or can be written to.
  */
@@ -1604,8 +1615,9 @@ const char *vbar_reason_text(uint32_t reason);
 VbarStatus vbar_token_unpin(struct VbarToken token, VbarStream stream);
 
 /*
- Remembers that another stream uses the bytes too; call it after that work was enqueued.
- Thread-safe.
+ Remembers that another stream uses the bytes too; call it after that work was enqueued. It makes
+ that stream wait for nothing: order it behind the fault's stream first, or fault once more for
+ it. Thread-safe.
  */
 VbarStatus vbar_token_also_used_on(struct VbarToken token, VbarStream stream);
 
@@ -1616,8 +1628,8 @@ VbarStatus vbar_token_also_used_on(struct VbarToken token, VbarStream stream);
 VbarStatus vbar_token_commit(struct VbarToken token, VbarStream stream);
 
 /*
- Sets the longest time that one call waits for anything, in milliseconds, for waits that start
- afterwards. Thread-safe.
+ Sets the longest time that one call waits for one kind of thing, in milliseconds, for waits that
+ start afterwards. 0 is no waiting at all here, UINT64_MAX no limit. Thread-safe.
  */
 VbarStatus vbar_device_set_wait_timeout(struct VbarDevice device, uint64_t milliseconds);
 

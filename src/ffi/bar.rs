@@ -46,7 +46,8 @@ pub struct VbarBarInfo {
     pub page_count: u32,
     /// Pages that have a frame.
     pub resident_count: u32,
-    /// Pages at or above are not faulted in; pages of bound VBARs all are.
+    /// Pages at or above are not faulted in; pages of bound VBARs all are. An eviction lowers it to
+    /// its page; prioritising lifts it to all pages, and it heals with time when memory is left.
     pub watermark: u32,
     /// Pages below are not evicted.
     pub floor: u32,
@@ -257,7 +258,8 @@ pub extern "C" fn vbar_bar_destroy(bar: VbarBar) -> VbarStatus {
 }
 
 /// As `vbar_bar_destroy`, then waits until its memory was given back. The VBAR is closed also when
-/// the wait times out, as it does while tokens of it are held. Thread-safe.
+/// the wait times out, as it does while tokens of it are held. `vbar_bar_end_of_run` before it
+/// covers the last use with a fence. Thread-safe.
 #[unsafe(no_mangle)]
 pub extern "C" fn vbar_bar_destroy_wait(bar: VbarBar) -> VbarStatus {
     call(|| close(bar, Owner::Caller)?.destroy_wait())
@@ -388,6 +390,8 @@ pub extern "C" fn vbar_bar_set_watermark(bar: VbarBar, page_count: u32) -> VbarS
 
 /// Gives memory of a VBAR back to the driver: from its end down to its floor, whole pages;
 /// UINT64_MAX asks for everything. Waits for fences, never for pins, and tells why it was less.
+/// Fences are recorded now and then: `vbar_bar_end_of_run` before it covers the last use. Lowers
+/// the watermark of a VBAR that is not bound: prioritise it before its next run.
 /// Thread-safe.
 ///
 /// # Safety

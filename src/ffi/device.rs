@@ -29,7 +29,9 @@ pub struct VbarDevice {
 
 /// A stream: a `CUstream` (or `cudaStream_t`) as a number, `(VbarStream)(uintptr_t)stream`. 0 is
 /// the default stream of the legacy kind, 1 and 2 are `CU_STREAM_LEGACY` and
-/// `CU_STREAM_PER_THREAD`, `VBAR_STREAM_NONE` is none. It must be valid during the call only.
+/// `CU_STREAM_PER_THREAD`, `VBAR_STREAM_NONE` is none. The library keeps no handle: it must be valid
+/// during each call that it is given to. A stream that is faulted for lives until the token was
+/// given back; then `vbar_stream_retire`, then destroy it.
 pub type VbarStream = usize;
 
 /// A headroom of nothing; 0 is the default of 256 MiB.
@@ -53,7 +55,7 @@ pub enum VbarThreads {
     Default = 0,
     /// One that notices what other programs take from the device, also between calls.
     On = 1,
-    /// None: that is noticed at the next fault. Ends the one of a device that is open.
+    /// None: that is noticed at the next miss. Ends the one of a device that is open.
     Off = 2,
 }
 
@@ -83,9 +85,10 @@ pub enum VbarPoison {
 pub struct VbarDeviceOptions {
     /// `sizeof(VbarDeviceOptions)`.
     pub size: usize,
-    /// The driver: "cuda", "cuda:1", "sim", "sim:capacity=8G,seed=7", or "auto", which is a CUDA
-    /// device where there is one, else a simulated one. NULL is what the environment variable
-    /// `VBAR_DRIVER` says, else "cuda".
+    /// The driver: "cuda", "cuda:1", "sim", "sim:capacity=8G,seed=7", or "auto", which is what the
+    /// environment variable `VBAR_DRIVER` says, else a CUDA device where there is one, else a
+    /// simulated one. NULL is what `VBAR_DRIVER` says, else "cuda". Simulated devices with equal
+    /// options are one device, while anybody has it open.
     pub driver: *const c_char,
     /// The device's ordinal in that driver; "cuda:1" has its own.
     pub ordinal: u32,
@@ -108,7 +111,8 @@ pub struct VbarDeviceOptions {
     /// Longest time that one call waits for anything, in milliseconds, then
     /// `VBAR_STATUS_TIMED_OUT`; 0: 30,000.
     pub wait_timeout_ms: u64,
-    /// Page-locked slots between file and device, at most 64; 0: 4.
+    /// Page-locked slots between file and device, at most 64; 0: 4. One is a page, or 16 MiB where
+    /// pages are larger.
     pub staging_slot_count: u32,
     /// A `VbarPoison`.
     pub poison: u32,

@@ -22,7 +22,8 @@ use crate::units::{Generation, Stream};
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[repr(u32)]
 pub enum VbarOutcome {
-    /// The bytes are there, pinned, and valid for the stream given.
+    /// Mapped, pinned, and valid for the stream given. The bytes are there too, except in a VBAR
+    /// that is not bound and faulted by range: see `vbar_bar_fault`.
     Resident = 1,
     /// Mapped and pinned, the bytes undefined: write them, then `vbar_token_commit`.
     Refill = 2,
@@ -44,7 +45,8 @@ pub enum VbarReason {
     Budget = 2,
     /// Every page that could be evicted is pinned.
     AllPinned = 3,
-    /// A page at or above its VBAR's watermark.
+    /// A page at or above its VBAR's watermark, which evictions lower: `vbar_bar_prioritise` at the
+    /// start of a run lifts it.
     AboveWatermark = 4,
     /// The driver had no memory although the budget allowed it.
     DriverMemory = 5,
@@ -129,7 +131,8 @@ impl VbarFault {
 }
 
 /// Makes bytes of a VBAR resident for work on `stream`, and pins them. On a bound VBAR they are the
-/// file's; on another they are what was last written while `signature` stays the same. A hit makes
+/// file's; on another they are what was last written while `signature` stays the same, and undefined
+/// before: compare it, or use allocations, which ask for a refill themselves. A hit makes
 /// no driver call that waits and takes no lock. Thread-safe.
 ///
 /// # Safety

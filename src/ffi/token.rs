@@ -220,8 +220,9 @@ pub extern "C" fn vbar_token_unpin(token: VbarToken, stream: VbarStream) -> Vbar
     call(|| give_back(token, Stream(stream)))
 }
 
-/// Remembers that another stream uses the bytes too; call it after that work was enqueued.
-/// Thread-safe.
+/// Remembers that another stream uses the bytes too; call it after that work was enqueued. It makes
+/// that stream wait for nothing: order it behind the fault's stream first, or fault once more for
+/// it. Thread-safe.
 #[unsafe(no_mangle)]
 pub extern "C" fn vbar_token_also_used_on(token: VbarToken, stream: VbarStream) -> VbarStatus {
     call(|| look(token, |held| held.used_on(Stream(stream)))?)

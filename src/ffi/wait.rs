@@ -11,8 +11,8 @@ use super::device::{self, VbarDevice};
 use super::status::VbarStatus;
 use crate::sync::wait::{WaitCheck, set_wait_check};
 
-/// Sets the longest time that one call waits for anything, in milliseconds, for waits that start
-/// afterwards. Thread-safe.
+/// Sets the longest time that one call waits for one kind of thing, in milliseconds, for waits that
+/// start afterwards. 0 is no waiting at all here, UINT64_MAX no limit. Thread-safe.
 #[unsafe(no_mangle)]
 pub extern "C" fn vbar_device_set_wait_timeout(
     device: VbarDevice,
