@@ -484,3 +484,39 @@ fn a_token_can_be_given_back_on_another_stream() {
     world.sim.ctx_synchronize().unwrap();
     world.check();
 }
+
+#[test]
+fn an_unpin_on_another_thread_forgets_no_other_streams_use() {
+    let options = RuntimeOptions { context_waits: ContextWaits::Never, ..budget_options(1) };
+    let world = World::with(ROOMY, options);
+    let (vbar, other) = (world.vbar(1), world.vbar(1));
+    let context = world.runtime.device().context;
+    world.sim.ctx_set_current(Some(context)).unwrap();
+    // A default stream, which is another one on another thread.
+    let token = resident_on(&vbar, 0..1, Stream::PER_THREAD).into_token();
+    // The page remembers four streams, of which the first still reads when the others are done.
+    let readers: Vec<Stream> = (0..4).map(|_| world.another_stream()).collect();
+    for reader in &readers {
+        world.sim.hold_stream(*reader).unwrap();
+        let guard = resident_on(&vbar, 0..1, *reader);
+        world.sum(guard.address(), P, world.scratch(), Duration::ZERO, *reader);
+        drop(guard);
+    }
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            world.sim.ctx_set_current(Some(context)).unwrap();
+            world.runtime.unpin(token, Stream::PER_THREAD).unwrap();
+        });
+    });
+    for reader in &readers[1..] {
+        world.sim.release_stream(*reader).unwrap();
+        world.sim.stream_synchronize(*reader).unwrap();
+    }
+    vbar.end_of_run(Stream::PER_THREAD, HeldPins::Keep).unwrap();
+    world.sim.stream_synchronize(Stream::PER_THREAD).unwrap();
+    let taken = other.fault(0..P, Stream::NONE).unwrap();
+    assert!(taken.offloaded().is_some(), "the page is still read: {taken:?}");
+    world.sim.release_stream(readers[0]).unwrap();
+    world.sim.stream_synchronize(readers[0]).unwrap();
+    world.check();
+}

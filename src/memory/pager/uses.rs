@@ -170,8 +170,11 @@ impl Pager {
     #[cold]
     fn join_stamp(&self, page: &Page, stream: Stream, slot: StreamSlot) {
         let fences = &self.device.fences;
+        let context = self.device.enter_context();
+        let can_wait = context.is_ok() && self.can_wait(stream, slot);
         for user in page.users() {
-            let joined = matches!(fences.cover(user), Ok(Cover::Recorded | Cover::Passed))
+            let joined = can_wait
+                && matches!(fences.cover(user), Ok(Cover::Recorded | Cover::Passed))
                 && self
                     .device
                     .retry(|| fences.stream_wait(stream, slot, user))
@@ -186,6 +189,15 @@ impl Pager {
         let unknown = fences.unrecorded_stamp();
         let replaced = page.users().iter().any(|user| page.replace_stamp(*user, unknown));
         debug_assert!(replaced || page.users().len() < 5, "a full page has a stamp to replace");
+    }
+
+    /// Whether the stream can be made to wait for others, its context current: on this thread it is
+    /// still the slot's (a default stream may be another one here), and it is not being captured,
+    /// which a wait for what is outside would break.
+    fn can_wait(&self, stream: Stream, slot: StreamSlot) -> bool {
+        !stream.is_none()
+            && self.device.fences.slot_of(stream).is_ok_and(|own| own == Some(slot))
+            && self.device.capture_state(stream).is_ok_and(|state| state == CaptureState::None)
     }
 
     #[inline(always)]
