@@ -392,7 +392,7 @@ enum VbarHeldPins
    */
   VBAR_HELD_PINS_KEEP = 0,
   /*
-   They are taken back: their tokens are stale.
+   They are taken back: their tokens are stale, and are given back all the same, to be freed.
    */
   VBAR_HELD_PINS_RELEASE = 1,
 };
@@ -871,9 +871,9 @@ typedef struct VbarFreed {
 /*
  A stream: a `CUstream` (or `cudaStream_t`) as a number, `(VbarStream)(uintptr_t)stream`. 0 is
  the default stream of the legacy kind, 1 and 2 are `CU_STREAM_LEGACY` and
- `CU_STREAM_PER_THREAD`, `VBAR_STREAM_NONE` is none. The library keeps no handle: it must be valid
- during each call that it is given to. A stream that is faulted for lives until the token was
- given back; then `vbar_stream_retire`, then destroy it.
+ `CU_STREAM_PER_THREAD`, `VBAR_STREAM_NONE` is none. The library keeps no handle: it must be
+ valid during each call that it is given to. A stream that is faulted for lives until the token
+ was given back; then `vbar_stream_retire`, then destroy it.
  */
 typedef size_t VbarStream;
 
@@ -1578,8 +1578,8 @@ VbarStatus vbar_allocation_invalidate(struct VbarAllocation allocation);
 
 /*
  Makes bytes of a VBAR resident for work on `stream`, and pins them. On a bound VBAR they are the
- file's; on another they are what was last written while `signature` stays the same, and undefined
- before: compare it, or use allocations, which ask for a refill themselves. A hit makes
+ file's; on another they are what was last written while `signature` stays the same, and
+ undefined before: compare it, or use allocations, which ask for a refill themselves. A hit makes
  no driver call that waits and takes no lock. Thread-safe.
  `fault` is NULL or can be written to.
  */

@@ -125,7 +125,7 @@ pub struct VbarPage {
 pub enum VbarHeldPins {
     /// They stay.
     Keep = 0,
-    /// They are taken back: their tokens are stale.
+    /// They are taken back: their tokens are stale, and are given back all the same, to be freed.
     Release = 1,
 }
 

@@ -29,9 +29,9 @@ pub struct VbarDevice {
 
 /// A stream: a `CUstream` (or `cudaStream_t`) as a number, `(VbarStream)(uintptr_t)stream`. 0 is
 /// the default stream of the legacy kind, 1 and 2 are `CU_STREAM_LEGACY` and
-/// `CU_STREAM_PER_THREAD`, `VBAR_STREAM_NONE` is none. The library keeps no handle: it must be valid
-/// during each call that it is given to. A stream that is faulted for lives until the token was
-/// given back; then `vbar_stream_retire`, then destroy it.
+/// `CU_STREAM_PER_THREAD`, `VBAR_STREAM_NONE` is none. The library keeps no handle: it must be
+/// valid during each call that it is given to. A stream that is faulted for lives until the token
+/// was given back; then `vbar_stream_retire`, then destroy it.
 pub type VbarStream = usize;
 
 /// A headroom of nothing; 0 is the default of 256 MiB.

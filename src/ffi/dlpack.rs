@@ -326,18 +326,18 @@ unsafe extern "C" fn delete_unversioned(managed: *mut Managed) {
 /// stream that is gone is undefined: its handle is not used. After a fork, or at exit, they stay.
 fn give_back(token: VbarToken, stream: VbarStream) {
     let stream = if Stream(stream).is_implicit() { Stream(stream) } else { Stream::NONE };
-    let mut failed = None;
-    let status = call(|| {
+    call(|| {
         let given_back = token::give_back(token, stream);
-        failed = given_back.as_ref().err().cloned();
+        match &given_back {
+            Ok(()) => {}
+            // A forced end of run took the pins before.
+            Err(error) if error.code() == ErrorCode::StaleToken => {
+                log::debug!("a DLPack tensor was dropped: {error}");
+            }
+            Err(error) => log::warn!("a DLPack tensor was dropped: {error}"),
+        }
         given_back
     });
-    match (status, failed) {
-        (VbarStatus::Ok | VbarStatus::ProcessEnding, _) => {}
-        // A forced end of run took the pins before.
-        (VbarStatus::StaleToken, error) => log::debug!("a DLPack tensor was dropped: {error:?}"),
-        (status, error) => log::warn!("a DLPack tensor was dropped: {status:?} {error:?}"),
-    }
 }
 
 /// Names of capsules that nobody has consumed.

@@ -131,8 +131,8 @@ impl VbarFault {
 }
 
 /// Makes bytes of a VBAR resident for work on `stream`, and pins them. On a bound VBAR they are the
-/// file's; on another they are what was last written while `signature` stays the same, and undefined
-/// before: compare it, or use allocations, which ask for a refill themselves. A hit makes
+/// file's; on another they are what was last written while `signature` stays the same, and
+/// undefined before: compare it, or use allocations, which ask for a refill themselves. A hit makes
 /// no driver call that waits and takes no lock. Thread-safe.
 ///
 /// # Safety

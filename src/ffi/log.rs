@@ -191,7 +191,8 @@ fn install() -> Result<()> {
 /// Delivers what is queued to the callback, if there is one; nothing where one is running already.
 #[inline]
 pub(super) fn deliver() {
-    if LOGGER.pending.load(Relaxed) {
+    // After a fork the queue's lock may be held for ever; at exit the callback's owner may be gone.
+    if LOGGER.pending.load(Relaxed) && !crate::process::ending() {
         LOGGER.deliver();
     }
 }
@@ -203,7 +204,10 @@ impl Logger {
             return;
         }
         DELIVERS.set(true);
-        while let Some((callback, level, text)) = self.next_delivery() {
+        // A callback may fork.
+        while !crate::process::ending()
+            && let Some((callback, level, text)) = self.next_delivery()
+        {
             let text = CString::new(text.replace('\0', " ")).unwrap_or_default();
             // SAFETY: whoever set the callback promised that any thread may call it so.
             unsafe { (callback.function)(level, text.as_ptr(), callback.user) };
