@@ -8,10 +8,10 @@ use std::process::Command;
 
 use tempfile::TempDir;
 
-/// The repository.
-pub(crate) fn root() -> &'static Path {
-    Path::new(env!("CARGO_MANIFEST_DIR"))
-}
+#[path = "command.rs"]
+mod command;
+
+pub(crate) use command::{root, run};
 
 /// The library that cargo built beside this test.
 pub(crate) fn library() -> PathBuf {
@@ -19,21 +19,6 @@ pub(crate) fn library() -> PathBuf {
     let library = folder.join("libvbar.so");
     assert!(library.exists(), "{} was not built", library.display());
     library
-}
-
-/// Runs a command; what it printed. A failure shows all of it.
-#[track_caller]
-pub(crate) fn run(command: &mut Command) -> String {
-    let output = command.output().unwrap_or_else(|error| panic!("{command:?}: {error}"));
-    let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
-    assert!(
-        output.status.success(),
-        "{command:?}: {}\n{}{}",
-        output.status,
-        text(&output.stdout),
-        text(&output.stderr)
-    );
-    text(&output.stdout)
 }
 
 /// A folder of programs, and of the library under the names that linkers and loaders look for.
