@@ -84,6 +84,8 @@ pub struct Counters {
     pub misses: AtomicU64,
     /// Pages that got a frame.
     pub pages_mapped: AtomicU64,
+    /// Of those, pages that were fetched before a fault asked for them.
+    pub pages_ahead: AtomicU64,
     /// Pages that lost their frame.
     pub pages_evicted: AtomicU64,
     /// Evictions whose frame was mapped at its next address before it left the last one.

@@ -24,6 +24,16 @@ use crate::units::{DeviceAddress, MIB, Stream};
 /// Largest staging slot: copies of 16 MiB come within 1 % of the link rate.
 const SLOT_BYTES_MAX: u64 = 16 * MIB;
 
+/// Whether bytes are worth a place in page-locked memory after they were read.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub enum Keep {
+    /// They are not.
+    #[default]
+    No,
+    /// They are: they come back pass after pass.
+    Locked,
+}
+
 /// One fill: segments of files and the addresses that they belong at.
 pub struct FillJob<'a> {
     /// The files and what binds them.

@@ -118,6 +118,13 @@ impl Fences {
         }
     }
 
+    /// Whether VBARs exceed the budget, as far as was told.
+    #[inline(always)]
+    #[must_use]
+    pub fn is_eager(&self) -> bool {
+        self.eager.load(Relaxed)
+    }
+
     /// Notes whether a stream is being captured: until it is seen again, or retired, that is what
     /// is known of it.
     #[inline(always)]

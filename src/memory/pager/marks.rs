@@ -132,6 +132,7 @@ impl Pager {
             rank: Rank { class: 0, recency, bar: id },
             resident: Default::default(),
             streaming: Default::default(),
+            kept: None,
             watermark: bar.table.page_count(),
             floor: 0,
             healing: Healing::new(self.device.options.heal_window),

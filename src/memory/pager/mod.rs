@@ -7,21 +7,23 @@
 //! decide.
 
 mod act;
+mod ahead;
 mod close;
+mod follow;
 mod hold;
 mod marks;
 mod messages;
 mod patience;
 mod plan;
 mod poison;
+mod poll;
 mod reclaim;
 mod release;
 mod state;
 mod uses;
 
 use std::ops::Range;
-use std::sync::{Arc, Weak};
-use std::time::Instant;
+use std::sync::{Arc, OnceLock, Weak};
 
 use crate::copy::fill::Filler;
 use crate::counters;
@@ -38,7 +40,9 @@ use crate::sync::ticket::Ticket;
 use crate::sync::{Condvar, Mutex};
 use crate::units::{Generation, PageIndex, Stream};
 
+pub use ahead::{Fetched, PageOf, Role, Stop, Wanted};
 pub use close::is_work_pending;
+pub use follow::{Follow, Span};
 pub use hold::{Generations, Hit, Hold};
 pub use marks::{BarMarks, HeldPins, MemoryNumbers, Residency};
 pub use reclaim::Reclaim;
@@ -47,6 +51,7 @@ pub use release::{Freed, Shortfall};
 use act::{Failure, Writer};
 use patience::Patience;
 use plan::{Planned, Protected, Standing, Usable};
+pub(in crate::memory) use poll::Poll;
 use release::Excess;
 use state::State;
 
@@ -58,6 +63,7 @@ pub struct Pager {
     changed: Condvar,
     filler: Mutex<Option<Arc<Filler>>>,
     reclaim: Mutex<Option<Weak<dyn Reclaim>>>,
+    follower: OnceLock<Weak<dyn Follow>>,
 }
 
 /// What a fault came to.
@@ -101,6 +107,7 @@ impl Pager {
             changed: Condvar::new(),
             filler: Mutex::new(None),
             reclaim: Mutex::new(None),
+            follower: OnceLock::new(),
             device,
         }
     }
@@ -132,8 +139,14 @@ impl Pager {
     #[inline(always)]
     pub fn hit(&self, bar: &Arc<Bar>, pages: &Range<u32>, stream: Stream) -> Result<Option<Hit>> {
         match self.plain_hit(bar, pages, stream) {
+            Ok(Some(hit)) => {
+                if self.is_followed(bar) {
+                    self.tell_fault(&[Request { bar, pages: pages.clone() }]);
+                }
+                Ok(Some(hit))
+            }
+            Ok(None) => Ok(None),
             Err(error) => Err(self.fault_failed(error, &[Request { bar, pages: pages.clone() }])),
-            hit => hit,
         }
     }
 
@@ -197,6 +210,9 @@ impl Pager {
                 self.keep_or_unpin(bar, &mut hold)?;
             }
             self.device.counters.hits.raise();
+            if self.is_followed(bar) {
+                self.tell_fault(&[Request { bar, pages }]);
+            }
             return Ok(Faulted::Resident(hold));
         }
         drop(context);
@@ -352,6 +368,9 @@ impl Pager {
     #[inline(never)]
     fn fault_slowly(&self, requests: &[Request<'_>], stream: Stream) -> Result<Faulted<Vec<Hold>>> {
         let faulted = self.serve(requests, stream);
+        if matches!(faulted, Ok(Faulted::Resident(_))) && self.device.fences.is_eager() {
+            self.tell_fault(requests);
+        }
         // What the request had claimed or protected kept a VBAR that was closed meanwhile; what it
         // pinned still does.
         if !matches!(faulted, Ok(Faulted::Resident(_)))
@@ -516,34 +535,6 @@ impl Pager {
         Ok(Some(reason))
     }
 
-    /// Asks the driver for its free memory if it is time to.
-    pub(in crate::memory) fn poll_budget(&self, poll: Poll) -> Result<()> {
-        let held_before = {
-            let mut state = self.state.lock();
-            let due =
-                state.polled_at.is_none_or(|at| at.elapsed() >= self.device.options.poll_interval);
-            if poll == Poll::IfDue && !due {
-                return Ok(());
-            }
-            state.polled_at = Some(Instant::now());
-            state.frames.held()
-        };
-        let memory = match self.device.retry(|| self.device.driver.mem_get_info()) {
-            Ok(memory) => memory,
-            // What was seen last holds until the next time.
-            Err(error) if error.code.is_transient() => return Ok(()),
-            Err(error) => return Err(self.device.note(error.into())),
-        };
-        let mut state = self.state.lock();
-        // The two numbers belong together only if no frame came or went between them.
-        if state.frames.held() == held_before && !state.frames.is_creating() {
-            let held = u64::from(held_before) * self.page_bytes();
-            state.budget.observe(held, memory.free_bytes, memory.total_bytes);
-            self.update_eager(&state);
-        }
-        Ok(())
-    }
-
     fn page_bytes(&self) -> u64 {
         self.device.options.page_size.bytes()
     }
@@ -572,13 +563,4 @@ impl Pager {
 #[cold]
 fn too_many_pins() -> Error {
     Error::new(ErrorCode::TooManyPins, "one has as many pins as can be counted (65535)")
-}
-
-/// When to ask the driver for its free memory.
-#[derive(Clone, Copy, PartialEq, Eq)]
-pub(in crate::memory) enum Poll {
-    /// When the interval is over.
-    IfDue,
-    /// Now.
-    Now,
 }

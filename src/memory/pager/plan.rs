@@ -10,8 +10,9 @@ use std::collections::HashSet;
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::Request;
 use super::state::{Lingering, State};
+use super::{Request, Role};
+use crate::copy::fill::Keep;
 use crate::error::{Error, ErrorCode, Result};
 use crate::memory::budget::BudgetSource;
 use crate::memory::frames::FrameIndex;
@@ -34,6 +35,8 @@ pub(super) struct Claim {
     pub(super) users: Vec<Ticket>,
     /// The page goes through a streaming frame.
     pub(super) streams: bool,
+    /// Whether its bytes are worth a place in page-locked memory.
+    pub(super) keep: Keep,
 }
 
 impl Claim {
@@ -298,7 +301,7 @@ fn take_frames(
 
 /// Up to `needed` frames that no page has to give up: free ones, new ones under the budget, and
 /// free ones that are still in use.
-fn take_spare(
+pub(super) fn take_spare(
     state: &mut State,
     device: &Device,
     needed: usize,
@@ -343,8 +346,13 @@ fn claim(
             let claimed = bar.table.page(*page).claim();
             debug_assert!(claimed.is_ok(), "absent pages are claimed under the lock only");
             let (bar, page) = (Arc::clone(bar), *page);
-            let streams = own == OwnVictims::Some && bar.bound().is_some();
-            Claim { bar, page, take, users, streams }
+            let planned = state.bar(bar.id).role_of(page);
+            let streams = planned
+                .map_or(own == OwnVictims::Some && bar.bound().is_some(), |role| {
+                    role == Role::Streamed
+                });
+            let keep = if planned == Some(Role::Streamed) { Keep::Locked } else { Keep::No };
+            Claim { bar, page, take, users, streams, keep }
         })
         .collect()
 }
@@ -458,10 +466,16 @@ impl Search<'_> {
                 return OwnVictims::None;
             }
             let entry = state.bar(rank.bar);
-            self.take_from(&entry.bar, entry.resident.range(entry.floor..).rev().copied());
+            let pages = entry.resident.range(entry.floor..).rev().copied();
+            // What a plan keeps is not given up for the pages of its neighbours.
+            self.take_from(&entry.bar, pages.filter(|page| !entry.is_kept(*page)));
         }
         if self.takes.len() == self.needed {
             return OwnVictims::None;
+        }
+        if state.bar(own.id).kept.is_some() {
+            self.victims_of_plans(state, own);
+            return OwnVictims::Some;
         }
         let ranges = || items.iter().filter(|item| item.bar.id == own.id).map(|item| &item.pages);
         if own.bound().is_none() {
@@ -484,6 +498,21 @@ impl Search<'_> {
             self.take_from(own, tail.filter(|page| !entry.streaming.contains(page)));
         }
         OwnVictims::Some
+    }
+
+    /// Takes pages that no plan keeps: of the VBAR itself, the one filled first first, then of the
+    /// others that have plans; then what plans keep, lowest rank first.
+    fn victims_of_plans(&mut self, state: &State, own: &Arc<Bar>) {
+        let entry = state.bar(own.id);
+        let streaming = entry.streaming.iter().copied();
+        self.take_from(own, streaming.filter(|page| *page >= entry.floor && !entry.is_kept(*page)));
+        let others = || state.order.iter().map(|rank| state.bar(rank.bar));
+        for kept in [false, true] {
+            for entry in others().filter(|entry| entry.kept.is_some()) {
+                let pages = entry.resident.range(entry.floor..).rev().copied();
+                self.take_from(&entry.bar, pages.filter(|page| entry.is_kept(*page) == kept));
+            }
+        }
     }
 
     fn take_from(&mut self, bar: &Arc<Bar>, candidates: impl Iterator<Item = u32>) {

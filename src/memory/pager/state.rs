@@ -8,6 +8,7 @@ use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use super::Role;
 use super::poison::Store;
 use crate::driver::FrameHandle;
 use crate::error::Result;
@@ -28,6 +29,8 @@ pub(super) struct BarState {
     pub(super) resident: BTreeSet<u32>,
     /// Bound VBARs: pages that stream through the last frames, oldest fill first.
     pub(super) streaming: VecDeque<u32>,
+    /// Bound VBARs with a plan: pages that stay; see [`Pager::set_kept`](super::Pager::set_kept).
+    pub(super) kept: Option<Arc<BTreeSet<u32>>>,
     /// Bare VBARs: pages at or above are not faulted in.
     pub(super) watermark: u32,
     /// Pages below are not evicted.
@@ -36,6 +39,19 @@ pub(super) struct BarState {
     pub(super) life: Life,
     /// Bytes from its start that were allocated, bound or faulted so far.
     pub(super) extent: u64,
+}
+
+impl BarState {
+    /// Whether a plan keeps the page.
+    pub(super) fn is_kept(&self, page: u32) -> bool {
+        self.kept.as_ref().is_some_and(|kept| kept.contains(&page))
+    }
+
+    /// What the VBAR's plan has the page for, if there is a plan.
+    pub(super) fn role_of(&self, page: PageIndex) -> Option<Role> {
+        let kept = self.kept.as_ref()?;
+        Some(if kept.contains(&page.0) { Role::Kept } else { Role::Streamed })
+    }
 }
 
 /// How far a VBAR has come.
@@ -197,6 +213,11 @@ impl State {
     pub(super) fn remove_resident(&mut self, bar: u32, page: PageIndex) {
         let entry = self.bars.get_mut(&bar).expect("the page is not absent, so its VBAR is known");
         entry.resident.remove(&page.0);
+        if entry.kept.is_some()
+            && let Some(at) = entry.streaming.iter().position(|streamed| *streamed == page.0)
+        {
+            entry.streaming.remove(at);
+        }
         if entry.resident.is_empty() {
             self.order.remove(&entry.rank);
         }

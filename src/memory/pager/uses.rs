@@ -26,10 +26,10 @@ impl Pager {
         if crate::process::ending() {
             return Ok(());
         }
-        let Some(slot) = hold.slot else { return self.drop_pins(bar, hold) };
+        let Some(slot) = hold.slot else { return self.end_use(bar, hold) };
         if hold.kept && self.is_capturing(hold.stream) {
             // All of its uses are in the graph, which has pins of its own.
-            return self.drop_pins(bar, hold);
+            return self.end_use(bar, hold);
         }
         self.stamp(bar, hold, hold.stream, slot);
         if !hold.stream.is_none()
@@ -39,7 +39,16 @@ impl Pager {
             // for.
             log::warn!("no fence was recorded: {}", self.device.note(error));
         }
-        self.drop_pins(bar, hold)
+        self.end_use(bar, hold)
+    }
+
+    #[inline(always)]
+    fn end_use(&self, bar: &Bar, hold: &Hold) -> Result<()> {
+        let dropped = self.drop_pins(bar, hold);
+        if self.is_followed(bar) {
+            self.tell_unpin(bar, &hold.pages);
+        }
+        dropped
     }
 
     /// As [`Pager::unpin`], for a hold that was put aside: the stream's handle of that time may be

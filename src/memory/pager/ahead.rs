@@ -1,0 +1,237 @@
+//! Fetching pages ahead of need, for an engine that knows what comes next.
+//!
+//! As a fault, but nobody waits for it: it takes frames that no page has, then those of VBARs of
+//! lower rank, then of the pages that the engine names, and stops where there are none. Nothing is
+//! pinned afterwards. The engine decides which pages, in which order, and at whose cost; what the
+//! driver is asked for and how it is undone is `act`'s as for every fault.
+
+use std::collections::{BTreeSet, VecDeque};
+use std::sync::Arc;
+
+use super::plan::{Blocked, Claim, Take, Usable, take_pages, take_spare};
+use super::state::State;
+use super::{Pager, Poll};
+use crate::copy::fill::Keep;
+use crate::error::Result;
+use crate::memory::page_table::PageState;
+use crate::memory::vbar::Bar;
+use crate::options::Eviction;
+use crate::outcome::Reason;
+use crate::sync::ticket::Ticket;
+use crate::units::PageIndex;
+
+/// A page of a bound VBAR.
+#[derive(Clone)]
+pub struct PageOf {
+    /// The VBAR.
+    pub bar: Arc<Bar>,
+    /// Its page.
+    pub page: u32,
+}
+
+/// A page to be fetched.
+#[derive(Clone)]
+pub struct Wanted {
+    /// Which.
+    pub page: PageOf,
+    /// Whether it goes through a streaming frame, or is to stay.
+    pub role: Role,
+}
+
+/// What a page that is fetched is for.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Role {
+    /// It stays until the plan changes.
+    Kept,
+    /// It gives its frame to another when it was used.
+    Streamed,
+}
+
+/// How far a fetch came.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Fetched {
+    /// Pages of the list that have their frame now, from its start.
+    pub done: usize,
+    /// Why not all of them.
+    pub stop: Option<Stop>,
+}
+
+/// What a fetch stopped at.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Stop {
+    /// No frame can be had now: the next unpin may give one.
+    NoFrame,
+    /// The page has an old mapping, or another thread's claim: it is free in a moment.
+    InUse,
+    /// The page cannot be had at all.
+    Refused(Reason),
+    /// The VBAR is closed.
+    Closed,
+}
+
+impl Pager {
+    /// Fetches pages in their order, as far as there are frames. `spent` are pages that may lose
+    /// theirs, the first ones first; those that were taken, or have none, leave the list. Waits for
+    /// no fence and no pin.
+    ///
+    /// # Errors
+    /// `DeviceLost`, `ProcessEnding`, `Io` and `FileChanged` of the file, `TimedOut` and
+    /// `Cancelled` of a wait for the staging ring, and what the driver says. Pages before the one
+    /// that failed may have their frames.
+    pub fn fetch(&self, wanted: &[Wanted], spent: &mut VecDeque<PageOf>) -> Result<Fetched> {
+        self.device.check()?;
+        let _scope = self.device.enter()?;
+        self.poll_budget(Poll::IfDue)?;
+        self.reap()?;
+        self.shrink()?;
+        self.prepare_poison()?;
+        let (claims, fetched) = {
+            let mut state = self.state.lock();
+            self.plan_ahead(&mut state, wanted, spent)
+        };
+        if claims.is_empty() {
+            return Ok(fetched);
+        }
+        let (count, pages) = (claims.len() as u64, fetched.done);
+        match self.act(claims, None) {
+            Ok(protected) => {
+                drop(protected);
+                crate::counters::add(&self.device.counters.pages_ahead, count);
+                Ok(Fetched { done: pages, ..fetched })
+            }
+            Err(failure) => {
+                let reason = failure.into_reason()?;
+                if reason == Reason::DriverMemory {
+                    let mut state = self.state.lock();
+                    let held = u64::from(state.frames.held()) * self.page_bytes();
+                    state.budget.refuse(held);
+                }
+                Ok(Fetched { done: 0, stop: Some(Stop::NoFrame) })
+            }
+        }
+    }
+
+    /// Claims what frames can be had for.
+    fn plan_ahead(
+        &self,
+        state: &mut State,
+        wanted: &[Wanted],
+        spent: &mut VecDeque<PageOf>,
+    ) -> (Vec<Claim>, Fetched) {
+        let mut search = Search { pager: self, pinned: Vec::new(), blocked: Blocked::default() };
+        let mut claims = Vec::new();
+        let mut fetched = Fetched { done: 0, stop: None };
+        // Who waits for frames already comes first.
+        if !state.is_turn(None) {
+            fetched.stop = Some(Stop::NoFrame);
+            return (claims, fetched);
+        }
+        for entry in wanted {
+            let PageOf { bar, page } = &entry.page;
+            if state.open(bar).is_err() {
+                fetched.stop = Some(Stop::Closed);
+                break;
+            }
+            let found = match bar.table.page(PageIndex(*page)).word().state {
+                state if state.is_mapped() => None,
+                PageState::Absent => Some(search.take(state, bar, spent)),
+                PageState::Quarantined => {
+                    fetched.stop = Some(Stop::Refused(Reason::Quarantined));
+                    break;
+                }
+                _ => {
+                    fetched.stop = Some(Stop::InUse);
+                    break;
+                }
+            };
+            match found {
+                None => {}
+                Some(Some((take, users))) => claims.push(claim(state, entry, take, users)),
+                Some(None) => {
+                    fetched.stop = Some(Stop::NoFrame);
+                    break;
+                }
+            }
+            fetched.done += 1;
+        }
+        // What is pinned still is asked again the next time.
+        spent.extend(search.pinned);
+        (claims, fetched)
+    }
+
+    /// Says which pages of a bound VBAR are to stay: faults take the others first. `None`: no plan.
+    pub fn set_kept(&self, bar: &Bar, kept: Option<Arc<BTreeSet<u32>>>) {
+        if let Ok(entry) = self.state.lock().open_mut(bar) {
+            entry.kept = kept;
+        }
+    }
+
+    /// Pages of frames that VBARs can have in all, and those that they have.
+    #[must_use]
+    pub fn frame_numbers(&self) -> (u64, u64) {
+        let state = self.state.lock();
+        let allowed = state.allowed_pages(self.device.options.page_size);
+        (allowed, u64::from(state.frames.held()))
+    }
+}
+
+fn claim(state: &mut State, wanted: &Wanted, take: Take, users: Vec<Ticket>) -> Claim {
+    if let Take::Victim(victim) = &take {
+        state.remove_resident(victim.bar.id, victim.page);
+    }
+    let (bar, page) = (Arc::clone(&wanted.page.bar), PageIndex(wanted.page.page));
+    let claimed = bar.table.page(page).claim();
+    debug_assert!(claimed.is_ok(), "absent pages are claimed under the lock only");
+    let streams = wanted.role == Role::Streamed;
+    let keep = if streams { Keep::Locked } else { Keep::No };
+    Claim { bar, page, take, users, streams, keep }
+}
+
+struct Search<'a> {
+    pager: &'a Pager,
+    /// Pages that were named and are pinned.
+    pinned: Vec<PageOf>,
+    blocked: Blocked,
+}
+
+impl Search<'_> {
+    fn take(
+        &mut self,
+        state: &mut State,
+        bar: &Arc<Bar>,
+        spent: &mut VecDeque<PageOf>,
+    ) -> Option<(Take, Vec<Ticket>)> {
+        let device = &self.pager.device;
+        let strict = device.options.eviction == Eviction::Strict;
+        let usable = if strict { Usable::Passed } else { Usable::Recorded };
+        let (mut spare, _) = take_spare(state, device, 1, usable);
+        if let Some(taken) = spare.pop() {
+            return Some(taken);
+        }
+        let limit = state.bar(bar.id).rank;
+        for rank in state.order.range(..limit) {
+            let entry = state.bar(rank.bar);
+            if entry.kept.is_some() {
+                continue;
+            }
+            let pages = entry.resident.range(entry.floor..).rev().copied();
+            let found = take_pages(device, &entry.bar, pages, 1, usable, &mut self.blocked);
+            if let Some((victim, users)) = found.into_iter().next() {
+                return Some((Take::Victim(victim), users));
+            }
+        }
+        while let Some(PageOf { bar, page }) = spent.pop_front() {
+            let known = state.open(&bar).is_ok_and(|entry| entry.resident.contains(&page));
+            if !known {
+                continue;
+            }
+            let one = std::iter::once(page);
+            let found = take_pages(device, &bar, one, 1, usable, &mut self.blocked);
+            match found.into_iter().next() {
+                Some((victim, users)) => return Some((Take::Victim(victim), users)),
+                None => self.pinned.push(PageOf { bar, page }),
+            }
+        }
+        None
+    }
+}

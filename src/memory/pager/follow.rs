@@ -1,0 +1,68 @@
+//! Who follows the uses of bound VBARs: told of every fault and unpin while VBARs exceed the budget.
+//!
+//! An engine that learns the order of faults registers itself here. It is called on the program's
+//! threads, with no lock held, after the pager is done with the fault or the unpin; it takes a note
+//! and returns. While everything fits nobody is told, so that a hit costs no more.
+
+use std::ops::Range;
+use std::sync::{Arc, Weak};
+
+use super::{Pager, Request};
+use crate::memory::vbar::Bar;
+
+/// Pages of a bound VBAR that one fault made resident together.
+#[derive(Clone, PartialEq, Eq, Hash, Debug)]
+pub struct Span {
+    /// The VBAR's number.
+    pub bar: u32,
+    /// Its pages.
+    pub pages: Range<u32>,
+}
+
+/// One who follows uses.
+pub trait Follow: Send + Sync {
+    /// A fault has made these spans resident, all of them together.
+    fn faulted(&self, spans: &[Span]);
+    /// The pins of a span were given back.
+    fn unpinned(&self, span: Span);
+}
+
+impl Pager {
+    /// Registers who follows uses, once; it is not kept alive. Returns whether it was the first.
+    pub fn set_follower(&self, follower: &Arc<dyn Follow>) -> bool {
+        self.follower.set(Arc::downgrade(follower)).is_ok()
+    }
+
+    /// Whether uses of the VBAR are to be told.
+    #[inline(always)]
+    pub(super) fn is_followed(&self, bar: &Bar) -> bool {
+        self.device.fences.is_eager() && bar.bound().is_some()
+    }
+
+    #[cold]
+    pub(super) fn tell_fault(&self, requests: &[Request<'_>]) {
+        let Some(follower) = self.follower() else { return };
+        let followed = requests.iter().filter(|request| self.is_followed(request.bar));
+        let span = |request: &Request<'_>| span_of(request.bar, &request.pages);
+        let spans: Vec<Span> =
+            followed.filter(|request| !request.pages.is_empty()).map(span).collect();
+        if !spans.is_empty() {
+            follower.faulted(&spans);
+        }
+    }
+
+    #[cold]
+    pub(super) fn tell_unpin(&self, bar: &Bar, pages: &Range<u32>) {
+        if let Some(follower) = self.follower() {
+            follower.unpinned(span_of(bar, pages));
+        }
+    }
+
+    fn follower(&self) -> Option<Arc<dyn Follow>> {
+        self.follower.get().and_then(Weak::upgrade)
+    }
+}
+
+fn span_of(bar: &Bar, pages: &Range<u32>) -> Span {
+    Span { bar: bar.id, pages: pages.clone() }
+}
