@@ -1,5 +1,6 @@
 //! Bytes on their way from files to frames.
 
+pub mod course;
 pub mod fill;
 pub mod ring;
 pub mod staging;

@@ -9,15 +9,7 @@ use std::sync::{Arc, Weak};
 
 use super::{Pager, Request};
 use crate::memory::vbar::Bar;
-
-/// Pages of a bound VBAR that one fault made resident together.
-#[derive(Clone, PartialEq, Eq, Hash, Debug)]
-pub struct Span {
-    /// The VBAR's number.
-    pub bar: u32,
-    /// Its pages.
-    pub pages: Range<u32>,
-}
+use crate::units::Span;
 
 /// One who follows uses.
 pub trait Follow: Send + Sync {

@@ -42,7 +42,7 @@ use crate::units::{Generation, PageIndex, Stream};
 
 pub use ahead::{Fetched, PageOf, Role, Stop, Wanted};
 pub use close::is_work_pending;
-pub use follow::{Follow, Span};
+pub use follow::Follow;
 pub use hold::{Generations, Hit, Hold};
 pub use marks::{BarMarks, HeldPins, MemoryNumbers, Residency};
 pub use reclaim::Reclaim;

@@ -1,0 +1,243 @@
+//! How far the engine is ahead of the program: pages entered, in use, and spent. Pure.
+//!
+//! The engine *enters* the steps that it expects, in their order; a page of an entered step is
+//! wanted and must not lose its frame. The program's fault takes a step out of the front, its pages
+//! are in use until they are unpinned; a page that is neither entered nor in use any more, and that
+//! no plan keeps, is *spent*: its frame may go to the next page that is wanted. Numbers in, numbers
+//! out: whether a page has its frame, and whether it can lose it, is the pager's to say.
+
+use std::collections::{HashMap, HashSet, VecDeque};
+use std::sync::Arc;
+
+use crate::units::Span;
+
+/// A page of a bound VBAR, by number.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
+pub struct PageKey {
+    /// The VBAR's number.
+    pub bar: u32,
+    /// Its page.
+    pub page: u32,
+}
+
+/// The spans that one fault makes resident together.
+pub type Step = Arc<[Span]>;
+
+/// What a fault was, as the course sees it.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Arrival {
+    /// The step in front.
+    Expected,
+    /// Another one: what was entered is void.
+    Other,
+}
+
+/// See the module's text.
+#[derive(Default)]
+pub struct Course {
+    /// Expected and not faulted yet, the next one first.
+    entered: VecDeque<Step>,
+    /// Times that a page is in an entered step or in use.
+    uses: HashMap<PageKey, u32>,
+    /// Pages of entered steps that nobody has fetched yet.
+    wanted: VecDeque<PageKey>,
+    /// Pages that may lose their frames, the first ones first.
+    spent: VecDeque<PageKey>,
+    /// The same, to be asked.
+    is_spent: HashSet<PageKey>,
+}
+
+/// The pages of spans, one after the other.
+pub fn pages_of(spans: &[Span]) -> impl Iterator<Item = PageKey> + '_ {
+    spans.iter().flat_map(|span| span.pages.clone().map(|page| PageKey { bar: span.bar, page }))
+}
+
+impl Course {
+    /// Enters the step that is expected after all that are entered.
+    pub fn enter(&mut self, step: &Step) {
+        for key in pages_of(step) {
+            let uses = self.uses.entry(key).or_default();
+            *uses += 1;
+            if *uses == 1 {
+                self.is_spent.remove(&key);
+            }
+            self.wanted.push_back(key);
+        }
+        self.entered.push_back(Arc::clone(step));
+    }
+
+    /// Steps that are entered.
+    #[must_use]
+    pub fn entered_count(&self) -> usize {
+        self.entered.len()
+    }
+
+    /// Whether a step with these spans is the one in front.
+    #[must_use]
+    pub fn is_next(&self, spans: &[Span]) -> bool {
+        self.entered.front().is_some_and(|step| **step == *spans)
+    }
+
+    /// The program has faulted these spans. `kept` says whether a plan keeps a page.
+    pub fn faulted(&mut self, spans: &[Span], kept: impl Fn(PageKey) -> bool) -> Arrival {
+        if self.is_next(spans) {
+            // From entered to in use: the counts stay.
+            self.entered.pop_front();
+            return Arrival::Expected;
+        }
+        for key in pages_of(spans) {
+            *self.uses.entry(key).or_default() += 1;
+            self.is_spent.remove(&key);
+        }
+        self.clear(kept);
+        Arrival::Other
+    }
+
+    /// The program has given the pins of a span back.
+    pub fn unpinned(&mut self, span: &Span, kept: impl Fn(PageKey) -> bool) {
+        for page in span.pages.clone() {
+            self.end_use(PageKey { bar: span.bar, page }, &kept);
+        }
+    }
+
+    /// Voids what is entered; what is in use stays so.
+    pub fn clear(&mut self, kept: impl Fn(PageKey) -> bool) {
+        self.wanted.clear();
+        for step in std::mem::take(&mut self.entered) {
+            pages_of(&step).for_each(|key| self.end_use(key, &kept));
+        }
+    }
+
+    fn end_use(&mut self, key: PageKey, kept: &impl Fn(PageKey) -> bool) {
+        // A use that began before anybody was told has no count.
+        if let Some(uses) = self.uses.get_mut(&key) {
+            *uses -= 1;
+            if *uses > 0 {
+                return;
+            }
+            self.uses.remove(&key);
+        }
+        if !kept(key) {
+            self.add_spent(key);
+        }
+    }
+
+    /// Adds a page that may lose its frame, unless it is needed.
+    pub fn add_spent(&mut self, key: PageKey) {
+        if !self.uses.contains_key(&key) && self.is_spent.insert(key) {
+            self.spent.push_back(key);
+        }
+    }
+
+    /// Takes the page out that was spent first.
+    pub fn take_spent(&mut self) -> Option<PageKey> {
+        // What was needed again meanwhile is in the line still, and not in the set.
+        while let Some(key) = self.spent.pop_front() {
+            if self.is_spent.remove(&key) {
+                return Some(key);
+            }
+        }
+        None
+    }
+
+    /// Whether the page is entered or in use.
+    #[must_use]
+    pub fn is_needed(&self, key: PageKey) -> bool {
+        self.uses.contains_key(&key)
+    }
+
+    /// Pages that may lose their frames.
+    #[must_use]
+    pub fn spent_count(&self) -> usize {
+        self.is_spent.len()
+    }
+
+    /// The pages that are wanted next, up to `count`.
+    #[must_use]
+    pub fn wanted(&self, count: usize) -> Vec<PageKey> {
+        self.wanted.iter().take(count).copied().collect()
+    }
+
+    /// The first `count` of the wanted pages have their frames, or cannot have them.
+    pub fn fetched(&mut self, count: usize) {
+        self.wanted.drain(..count.min(self.wanted.len()));
+    }
+
+    /// Whether every page of the entered steps was fetched.
+    #[must_use]
+    pub fn is_all_fetched(&self) -> bool {
+        self.wanted.is_empty()
+    }
+
+    /// Forgets everything about a VBAR.
+    pub fn forget(&mut self, bar: u32) {
+        self.entered.retain(|step| step.iter().all(|span| span.bar != bar));
+        self.wanted.retain(|key| key.bar != bar);
+        self.uses.retain(|key, _| key.bar != bar);
+        self.spent.retain(|key| key.bar != bar);
+        self.is_spent.retain(|key| key.bar != bar);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn span(pages: std::ops::Range<u32>) -> Span {
+        Span { bar: 1, pages }
+    }
+
+    fn step(pages: std::ops::Range<u32>) -> Step {
+        Arc::new([span(pages)])
+    }
+
+    fn key(page: u32) -> PageKey {
+        PageKey { bar: 1, page }
+    }
+
+    const NONE_KEPT: fn(PageKey) -> bool = |_| false;
+
+    #[test]
+    fn a_page_is_spent_when_its_last_use_is_over() {
+        let mut course = Course::default();
+        // Page 1 is in both.
+        course.enter(&step(0..2));
+        course.enter(&step(1..3));
+        assert_eq!(course.wanted(9), [key(0), key(1), key(1), key(2)]);
+        course.fetched(4);
+        assert_eq!(course.faulted(&[span(0..2)], NONE_KEPT), Arrival::Expected);
+        assert_eq!(course.take_spent(), None);
+        course.unpinned(&span(0..2), NONE_KEPT);
+        assert_eq!((course.take_spent(), course.take_spent()), (Some(key(0)), None));
+        course.faulted(&[span(1..3)], NONE_KEPT);
+        course.unpinned(&span(1..3), |key| key.page == 2);
+        assert_eq!((course.take_spent(), course.take_spent()), (Some(key(1)), None));
+    }
+
+    #[test]
+    fn another_fault_voids_what_was_entered_and_keeps_what_is_in_use() {
+        let mut course = Course::default();
+        course.enter(&step(0..1));
+        course.enter(&step(1..2));
+        course.faulted(&[span(0..1)], NONE_KEPT);
+        assert_eq!(course.faulted(&[span(7..8)], NONE_KEPT), Arrival::Other);
+        assert_eq!((course.entered_count(), course.wanted(9)), (0, vec![]));
+        assert_eq!((course.take_spent(), course.take_spent()), (Some(key(1)), None));
+        assert!(course.is_needed(key(0)) && course.is_needed(key(7)));
+    }
+
+    #[test]
+    fn a_spent_page_that_is_needed_again_is_not_taken() {
+        let mut course = Course::default();
+        course.add_spent(key(3));
+        course.add_spent(key(4));
+        course.enter(&step(3..4));
+        assert_eq!((course.spent_count(), course.take_spent()), (1, Some(key(4))));
+        course.faulted(&[span(3..4)], NONE_KEPT);
+        course.unpinned(&span(3..4), NONE_KEPT);
+        assert_eq!((course.take_spent(), course.take_spent()), (Some(key(3)), None));
+        // An unpin of a use that nobody was told of.
+        course.unpinned(&span(9..10), NONE_KEPT);
+        assert_eq!(course.take_spent(), Some(key(9)));
+    }
+}
