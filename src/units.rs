@@ -212,15 +212,6 @@ pub fn format_bytes(bytes: u64) -> String {
     format!("{:.1} {name}", bytes as f64 / unit as f64)
 }
 
-/// Pages of a VBAR that one fault makes resident.
-#[derive(Clone, PartialEq, Eq, Hash, Debug)]
-pub struct Span {
-    /// The VBAR's number.
-    pub bar: u32,
-    /// Its pages.
-    pub pages: std::ops::Range<u32>,
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -6,22 +6,8 @@
 //! no plan keeps, is *spent*: its frame may go to the next page that is wanted. Numbers in, numbers
 //! out: whether a page has its frame, and whether it can lose it, is the pager's to say.
 
+use crate::model::schedule::{BarId, PageRef, Span};
 use std::collections::{HashMap, HashSet, VecDeque};
-use std::sync::Arc;
-
-use crate::units::Span;
-
-/// A page of a bound VBAR, by number.
-#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
-pub struct PageKey {
-    /// The VBAR's number.
-    pub bar: u32,
-    /// Its page.
-    pub page: u32,
-}
-
-/// The spans that one fault makes resident together.
-pub type Step = Arc<[Span]>;
 
 /// What a fault was, as the course sees it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -36,25 +22,25 @@ pub enum Arrival {
 #[derive(Default)]
 pub struct Course {
     /// Expected and not faulted yet, the next one first.
-    entered: VecDeque<Step>,
+    entered: VecDeque<Box<[Span]>>,
     /// Times that a page is in an entered step or in use.
-    uses: HashMap<PageKey, u32>,
+    uses: HashMap<PageRef, u32>,
     /// Pages of entered steps that nobody has fetched yet.
-    wanted: VecDeque<PageKey>,
+    wanted: VecDeque<PageRef>,
     /// Pages that may lose their frames, the first ones first.
-    spent: VecDeque<PageKey>,
+    spent: VecDeque<PageRef>,
     /// The same, to be asked.
-    is_spent: HashSet<PageKey>,
+    is_spent: HashSet<PageRef>,
 }
 
 /// The pages of spans, one after the other.
-pub fn pages_of(spans: &[Span]) -> impl Iterator<Item = PageKey> + '_ {
-    spans.iter().flat_map(|span| span.pages.clone().map(|page| PageKey { bar: span.bar, page }))
+pub fn pages_of(spans: &[Span]) -> impl Iterator<Item = PageRef> + '_ {
+    spans.iter().flat_map(Span::pages)
 }
 
 impl Course {
     /// Enters the step that is expected after all that are entered.
-    pub fn enter(&mut self, step: &Step) {
+    pub fn enter(&mut self, step: &[Span]) {
         for key in pages_of(step) {
             let uses = self.uses.entry(key).or_default();
             *uses += 1;
@@ -63,7 +49,7 @@ impl Course {
             }
             self.wanted.push_back(key);
         }
-        self.entered.push_back(Arc::clone(step));
+        self.entered.push_back(step.into());
     }
 
     /// Steps that are entered.
@@ -79,7 +65,7 @@ impl Course {
     }
 
     /// The program has faulted these spans. `kept` says whether a plan keeps a page.
-    pub fn faulted(&mut self, spans: &[Span], kept: impl Fn(PageKey) -> bool) -> Arrival {
+    pub fn faulted(&mut self, spans: &[Span], kept: impl Fn(PageRef) -> bool) -> Arrival {
         if self.is_next(spans) {
             // From entered to in use: the counts stay.
             self.entered.pop_front();
@@ -94,21 +80,21 @@ impl Course {
     }
 
     /// The program has given the pins of a span back.
-    pub fn unpinned(&mut self, span: &Span, kept: impl Fn(PageKey) -> bool) {
-        for page in span.pages.clone() {
-            self.end_use(PageKey { bar: span.bar, page }, &kept);
+    pub fn unpinned(&mut self, span: &Span, kept: impl Fn(PageRef) -> bool) {
+        for page in span.pages() {
+            self.end_use(page, &kept);
         }
     }
 
     /// Voids what is entered; what is in use stays so.
-    pub fn clear(&mut self, kept: impl Fn(PageKey) -> bool) {
+    pub fn clear(&mut self, kept: impl Fn(PageRef) -> bool) {
         self.wanted.clear();
         for step in std::mem::take(&mut self.entered) {
             pages_of(&step).for_each(|key| self.end_use(key, &kept));
         }
     }
 
-    fn end_use(&mut self, key: PageKey, kept: &impl Fn(PageKey) -> bool) {
+    fn end_use(&mut self, key: PageRef, kept: &impl Fn(PageRef) -> bool) {
         // A use that began before anybody was told has no count.
         if let Some(uses) = self.uses.get_mut(&key) {
             *uses -= 1;
@@ -123,14 +109,14 @@ impl Course {
     }
 
     /// Adds a page that may lose its frame, unless it is needed.
-    pub fn add_spent(&mut self, key: PageKey) {
+    pub fn add_spent(&mut self, key: PageRef) {
         if !self.uses.contains_key(&key) && self.is_spent.insert(key) {
             self.spent.push_back(key);
         }
     }
 
     /// Takes the page out that was spent first.
-    pub fn take_spent(&mut self) -> Option<PageKey> {
+    pub fn take_spent(&mut self) -> Option<PageRef> {
         // What was needed again meanwhile is in the line still, and not in the set.
         while let Some(key) = self.spent.pop_front() {
             if self.is_spent.remove(&key) {
@@ -142,7 +128,7 @@ impl Course {
 
     /// Whether the page is entered or in use.
     #[must_use]
-    pub fn is_needed(&self, key: PageKey) -> bool {
+    pub fn is_needed(&self, key: PageRef) -> bool {
         self.uses.contains_key(&key)
     }
 
@@ -154,13 +140,26 @@ impl Course {
 
     /// The pages that are wanted next, up to `count`.
     #[must_use]
-    pub fn wanted(&self, count: usize) -> Vec<PageKey> {
+    pub fn wanted(&self, count: usize) -> Vec<PageRef> {
         self.wanted.iter().take(count).copied().collect()
     }
 
     /// The first `count` of the wanted pages have their frames, or cannot have them.
     pub fn fetched(&mut self, count: usize) {
         self.wanted.drain(..count.min(self.wanted.len()));
+    }
+
+    /// Takes pages off the front that `fetched` holds for.
+    pub fn skip_fetched(&mut self, fetched: impl Fn(PageRef) -> bool) {
+        while self.wanted.front().is_some_and(|page| fetched(*page)) {
+            self.wanted.pop_front();
+        }
+    }
+
+    /// No page may lose its frame until it is added again.
+    pub fn clear_spent(&mut self) {
+        self.spent.clear();
+        self.is_spent.clear();
     }
 
     /// Whether every page of the entered steps was fetched.
@@ -170,7 +169,7 @@ impl Course {
     }
 
     /// Forgets everything about a VBAR.
-    pub fn forget(&mut self, bar: u32) {
+    pub fn forget(&mut self, bar: BarId) {
         self.entered.retain(|step| step.iter().all(|span| span.bar != bar));
         self.wanted.retain(|key| key.bar != bar);
         self.uses.retain(|key, _| key.bar != bar);
@@ -184,25 +183,21 @@ mod tests {
     use super::*;
 
     fn span(pages: std::ops::Range<u32>) -> Span {
-        Span { bar: 1, pages }
+        Span::new(BarId(1), pages)
     }
 
-    fn step(pages: std::ops::Range<u32>) -> Step {
-        Arc::new([span(pages)])
+    fn key(page: u32) -> PageRef {
+        PageRef { bar: BarId(1), page }
     }
 
-    fn key(page: u32) -> PageKey {
-        PageKey { bar: 1, page }
-    }
-
-    const NONE_KEPT: fn(PageKey) -> bool = |_| false;
+    const NONE_KEPT: fn(PageRef) -> bool = |_| false;
 
     #[test]
     fn a_page_is_spent_when_its_last_use_is_over() {
         let mut course = Course::default();
         // Page 1 is in both.
-        course.enter(&step(0..2));
-        course.enter(&step(1..3));
+        course.enter(&[span(0..2)]);
+        course.enter(&[span(1..3)]);
         assert_eq!(course.wanted(9), [key(0), key(1), key(1), key(2)]);
         course.fetched(4);
         assert_eq!(course.faulted(&[span(0..2)], NONE_KEPT), Arrival::Expected);
@@ -217,8 +212,8 @@ mod tests {
     #[test]
     fn another_fault_voids_what_was_entered_and_keeps_what_is_in_use() {
         let mut course = Course::default();
-        course.enter(&step(0..1));
-        course.enter(&step(1..2));
+        course.enter(&[span(0..1)]);
+        course.enter(&[span(1..2)]);
         course.faulted(&[span(0..1)], NONE_KEPT);
         assert_eq!(course.faulted(&[span(7..8)], NONE_KEPT), Arrival::Other);
         assert_eq!((course.entered_count(), course.wanted(9)), (0, vec![]));
@@ -231,7 +226,7 @@ mod tests {
         let mut course = Course::default();
         course.add_spent(key(3));
         course.add_spent(key(4));
-        course.enter(&step(3..4));
+        course.enter(&[span(3..4)]);
         assert_eq!((course.spent_count(), course.take_spent()), (1, Some(key(4))));
         course.faulted(&[span(3..4)], NONE_KEPT);
         course.unpinned(&span(3..4), NONE_KEPT);

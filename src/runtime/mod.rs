@@ -12,10 +12,11 @@ mod statistics;
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
+use crate::copy::engine::{Engine, EngineNumbers};
 use crate::driver::{DeviceAttribute, Driver, DriverCode};
 use crate::error::{Error, ErrorCode, Result};
 use crate::memory::pager::{
-    Faulted, Freed, MemoryNumbers, Pager, Reclaim, Request, is_work_pending,
+    Faulted, Follow, Freed, MemoryNumbers, Pager, Reclaim, Request, is_work_pending,
 };
 use crate::memory::pins::{Pins, Token};
 use crate::options::{RuntimeOptions, STAGING_SLOTS_MAX, Threads};
@@ -40,6 +41,7 @@ pub struct Runtime {
 struct Inner {
     pager: Arc<Pager>,
     housekeeping: Housekeeping,
+    engine: Arc<Engine>,
     pins: Pins,
     primary: Primary,
     addresses: Addresses,
@@ -143,7 +145,11 @@ impl Runtime {
         };
         let device = Arc::new(Device::new(driver, ordinal, context, options));
         let (pager, housekeeping) = (Arc::new(Pager::new(device)), Housekeeping::default());
-        let inner = Inner { pager, housekeeping, pins: Pins::default(), primary, addresses };
+        let engine = Engine::new();
+        let follower: Arc<dyn Follow> = Arc::clone(&engine) as _;
+        pager.set_follower(&follower);
+        let inner =
+            Inner { pager, housekeeping, engine, pins: Pins::default(), primary, addresses };
         Ok(Self { inner: Arc::new(inner) })
     }
 
@@ -325,8 +331,14 @@ impl Runtime {
     pub fn set_threads(&self, threads: Threads) -> Result<()> {
         process::check()?;
         match threads {
-            Threads::Off => self.inner.housekeeping.stop(),
-            Threads::On => self.inner.housekeeping.start(&self.inner.pager)?,
+            Threads::Off => {
+                self.inner.engine.stop();
+                self.inner.housekeeping.stop();
+            }
+            Threads::On => {
+                self.inner.housekeeping.start(&self.inner.pager)?;
+                self.inner.engine.start(&self.inner.pager)?;
+            }
         }
         Ok(())
     }
@@ -353,6 +365,27 @@ impl Runtime {
     #[must_use]
     pub fn statistics(&self) -> Statistics {
         Statistics::of(self.pager())
+    }
+
+    /// What the streaming engine knows and does; all 0 without threads.
+    #[must_use]
+    pub fn engine_numbers(&self) -> EngineNumbers {
+        self.inner.engine.numbers()
+    }
+
+    /// Lets the streaming engine take notes without a thread; see [`Runtime::drive_engine`].
+    #[doc(hidden)]
+    pub fn open_engine_by_hand(&self) {
+        self.inner.engine.open_by_hand();
+    }
+
+    /// Lets the streaming engine do on this thread what there is to do: for tests that say when.
+    ///
+    /// # Errors
+    /// `DeviceLost`, `ProcessEnding`.
+    #[doc(hidden)]
+    pub fn drive_engine(&self) -> Result<()> {
+        self.inner.engine.drive(self.pager())
     }
 
     /// The device's ordinal.
@@ -390,6 +423,7 @@ impl Runtime {
 
 impl Drop for Inner {
     fn drop(&mut self) {
+        self.engine.stop();
         self.housekeeping.stop();
         let closed = self.pager.close();
         let device = &self.pager.device;

@@ -237,6 +237,103 @@ mod tests {
         assert_eq!(TABLE.get(next).unwrap().1, 8);
     }
 
+    /// Takes whatever its table gives it when it is dropped.
+    struct Looker(fn() -> u64, &'static AtomicU64);
+
+    impl Drop for Looker {
+        fn drop(&mut self) {
+            self.1.fetch_add(1 + (self.0() << 32), SeqCst);
+        }
+    }
+
+    #[test]
+    fn things_closed_together_are_all_closed_before_one_is_dropped() {
+        static TABLE: Handles<Looker> = Handles::new(6, Spread::One);
+        static IDS: Mutex<Vec<u64>> = Mutex::new(Vec::new());
+        static DROPS: AtomicU64 = AtomicU64::new(0);
+        let open = || IDS.lock().iter().filter(|id| TABLE.get(**id).is_some()).count() as u64;
+        let id = || TABLE.insert(Looker(open, &DROPS)).ok().unwrap();
+        let ids: Vec<u64> = (0..5).map(|_| id()).collect();
+        IDS.lock().clone_from(&ids);
+        let used = TABLE.get(ids[3]).unwrap();
+        TABLE.close_all(&ids);
+        assert_eq!(DROPS.load(SeqCst), 4, "drops, and above them what one found open");
+        drop(used);
+        assert_eq!(DROPS.load(SeqCst), 5);
+        TABLE.close_all(&[]);
+        TABLE.close_all(&ids);
+        assert_eq!(DROPS.load(SeqCst), 5);
+    }
+
+    #[test]
+    fn a_full_table_says_so_before_the_thing_is_made() {
+        static TABLE: Handles<u64> = Handles::new(7, Spread::One);
+        let reserve = || TABLE.reserve_below(2);
+        let first = reserve().unwrap().fill(1);
+        let second = reserve().unwrap();
+        assert!(reserve().is_none());
+        drop(second);
+        let second = reserve().unwrap().fill(2);
+        assert!(reserve().is_none());
+        assert!(TABLE.close(first));
+        assert_eq!(*TABLE.get(second).unwrap(), 2);
+        assert!(reserve().is_some());
+    }
+
+    /// The kernel refuses `membarrier` to the calling thread from now on.
+    fn refuse_membarrier() {
+        let step = |code, value, jumps: (u8, u8)| libc::sock_filter {
+            code: code as u16,
+            jt: jumps.0,
+            jf: jumps.1,
+            k: value,
+        };
+        let refused = libc::SECCOMP_RET_ERRNO | libc::EPERM as u32;
+        let mut steps = [
+            // The number of the call is the first field of what a filter is given.
+            step(libc::BPF_LD | libc::BPF_W | libc::BPF_ABS, 0, (0, 0)),
+            step(libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K, libc::SYS_membarrier as u32, (0, 1)),
+            step(libc::BPF_RET | libc::BPF_K, refused, (0, 0)),
+            step(libc::BPF_RET | libc::BPF_K, libc::SECCOMP_RET_ALLOW, (0, 0)),
+        ];
+        let program = libc::sock_fprog { len: steps.len() as u16, filter: steps.as_mut_ptr() };
+        // SAFETY: takes numbers; the thread gains no privileges from now on, which it has not.
+        assert_eq!(unsafe { libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) }, 0);
+        let mode = libc::SECCOMP_MODE_FILTER;
+        // SAFETY: the program and its steps live during the call, which copies them. It applies to
+        // this thread only.
+        let set = unsafe { libc::prctl(libc::PR_SET_SECCOMP, mode, &raw const program) };
+        assert_eq!(set, 0, "{}", std::io::Error::last_os_error());
+    }
+
+    #[test]
+    fn what_nobody_can_tell_to_be_unused_stays_when_the_kernel_starts_to_refuse() {
+        static TABLE: Handles<Thing> = Handles::new(8, Spread::Threads);
+        static DROPS: AtomicUsize = AtomicUsize::new(0);
+        let drops = || DROPS.load(Ordering::SeqCst);
+        let insert = |number| TABLE.insert(Thing(&DROPS, number)).ok().unwrap();
+        let before = [insert(1), insert(2), insert(3)];
+        let spared = prepare() == Paid::Perhaps;
+        let refused = move || {
+            refuse_membarrier();
+            assert!(TABLE.close(before[0]));
+            TABLE.close_all(&before[1..2]);
+            assert!(TABLE.get(before[0]).is_none());
+            // On a kernel that has refused from the start, all of them go.
+            assert_eq!(drops(), if spared { 0 } else { 2 });
+            // Whoever learns of a new thing pays for its barriers.
+            let after = insert(4);
+            let used = TABLE.get(after).unwrap();
+            assert!(TABLE.close(after) && drops() < 3);
+            drop(used);
+            assert_eq!(drops(), if spared { 1 } else { 3 });
+        };
+        std::thread::spawn(refused).join().unwrap();
+        // A thread that is not refused still reaches everyone.
+        assert!(TABLE.close(before[2]));
+        assert_eq!(drops(), if spared { 2 } else { 4 });
+    }
+
     #[test]
     fn things_closed_under_their_users_are_dropped_once_each() {
         static SPREAD: Handles<Thing> = Handles::new(4, Spread::Threads);

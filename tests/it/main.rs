@@ -12,6 +12,7 @@ mod cli_terminal;
 mod closing;
 mod closing_threads;
 mod door;
+mod engine;
 mod files;
 mod forked;
 mod limits;

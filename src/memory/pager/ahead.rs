@@ -5,11 +5,11 @@
 //! pinned afterwards. The engine decides which pages, in which order, and at whose cost; what the
 //! driver is asked for and how it is undone is `act`'s as for every fault.
 
-use std::collections::{BTreeSet, VecDeque};
+use std::collections::{BTreeSet, HashSet};
 use std::sync::Arc;
 
 use super::plan::{Blocked, Claim, Take, Usable, take_pages, take_spare};
-use super::state::State;
+use super::state::{Life, State};
 use super::{Pager, Poll};
 use crate::copy::fill::Keep;
 use crate::error::Result;
@@ -47,6 +47,15 @@ pub enum Role {
     Streamed,
 }
 
+/// Pages that may lose their frames to what is fetched.
+pub trait Spent {
+    /// The page that goes first; it is out of the list then.
+    fn take(&mut self) -> Option<PageOf>;
+    /// A page that was taken out and could not be had: it is pinned, or a stream uses it that no
+    /// fence covers.
+    fn put_back(&mut self, page: PageOf);
+}
+
 /// How far a fetch came.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Fetched {
@@ -70,15 +79,14 @@ pub enum Stop {
 }
 
 impl Pager {
-    /// Fetches pages in their order, as far as there are frames. `spent` are pages that may lose
-    /// theirs, the first ones first; those that were taken, or have none, leave the list. Waits for
-    /// no fence and no pin.
+    /// Fetches pages in their order, as far as there are frames. `spent`, asked under the device's
+    /// lock, names pages that may lose theirs. Waits for no fence and no pin.
     ///
     /// # Errors
     /// `DeviceLost`, `ProcessEnding`, `Io` and `FileChanged` of the file, `TimedOut` and
     /// `Cancelled` of a wait for the staging ring, and what the driver says. Pages before the one
     /// that failed may have their frames.
-    pub fn fetch(&self, wanted: &[Wanted], spent: &mut VecDeque<PageOf>) -> Result<Fetched> {
+    pub fn fetch(&self, wanted: &[Wanted], spent: &mut dyn Spent) -> Result<Fetched> {
         self.device.check()?;
         let _scope = self.device.enter()?;
         self.poll_budget(Poll::IfDue)?;
@@ -116,9 +124,10 @@ impl Pager {
         &self,
         state: &mut State,
         wanted: &[Wanted],
-        spent: &mut VecDeque<PageOf>,
+        spent: &mut dyn Spent,
     ) -> (Vec<Claim>, Fetched) {
-        let mut search = Search { pager: self, pinned: Vec::new(), blocked: Blocked::default() };
+        let mut search =
+            Search { pager: self, blocked_pages: Vec::new(), blocked: Blocked::default() };
         let mut claims = Vec::new();
         let mut fetched = Fetched { done: 0, stop: None };
         // Who waits for frames already comes first.
@@ -155,7 +164,7 @@ impl Pager {
             fetched.done += 1;
         }
         // What is pinned still is asked again the next time.
-        spent.extend(search.pinned);
+        search.blocked_pages.into_iter().for_each(|page| spent.put_back(page));
         (claims, fetched)
     }
 
@@ -166,12 +175,23 @@ impl Pager {
         }
     }
 
-    /// Pages of frames that VBARs can have in all, and those that they have.
+    /// An open VBAR by its number.
     #[must_use]
-    pub fn frame_numbers(&self) -> (u64, u64) {
+    pub fn bar(&self, number: u32) -> Option<Arc<Bar>> {
         let state = self.state.lock();
-        let allowed = state.allowed_pages(self.device.options.page_size);
-        (allowed, u64::from(state.frames.held()))
+        let entry = state.bars.get(&number)?;
+        (!entry.bar.is_closed()).then(|| Arc::clone(&entry.bar))
+    }
+
+    /// Frames that the VBARs of these numbers can have together: what others hold is theirs.
+    #[must_use]
+    pub fn frames_for(&self, bars: &HashSet<u32>) -> u64 {
+        let state = self.state.lock();
+        let others = state.bars.iter().filter(|(number, _)| !bars.contains(number));
+        let open = others.filter(|(_, entry)| entry.life == Life::Open);
+        let held: u64 = open.map(|(_, entry)| entry.resident.len() as u64).sum();
+        let lost = u64::from(state.frames.quarantined());
+        state.allowed_pages(self.device.options.page_size).saturating_sub(held + lost)
     }
 }
 
@@ -189,8 +209,8 @@ fn claim(state: &mut State, wanted: &Wanted, take: Take, users: Vec<Ticket>) -> 
 
 struct Search<'a> {
     pager: &'a Pager,
-    /// Pages that were named and are pinned.
-    pinned: Vec<PageOf>,
+    /// Pages that were named and cannot be had now.
+    blocked_pages: Vec<PageOf>,
     blocked: Blocked,
 }
 
@@ -199,7 +219,7 @@ impl Search<'_> {
         &mut self,
         state: &mut State,
         bar: &Arc<Bar>,
-        spent: &mut VecDeque<PageOf>,
+        spent: &mut dyn Spent,
     ) -> Option<(Take, Vec<Ticket>)> {
         let device = &self.pager.device;
         let strict = device.options.eviction == Eviction::Strict;
@@ -220,7 +240,7 @@ impl Search<'_> {
                 return Some((Take::Victim(victim), users));
             }
         }
-        while let Some(PageOf { bar, page }) = spent.pop_front() {
+        while let Some(PageOf { bar, page }) = spent.take() {
             let known = state.open(&bar).is_ok_and(|entry| entry.resident.contains(&page));
             if !known {
                 continue;
@@ -229,7 +249,7 @@ impl Search<'_> {
             let found = take_pages(device, &bar, one, 1, usable, &mut self.blocked);
             match found.into_iter().next() {
                 Some((victim, users)) => return Some((Take::Victim(victim), users)),
-                None => self.pinned.push(PageOf { bar, page }),
+                None => self.blocked_pages.push(PageOf { bar, page }),
             }
         }
         None

@@ -40,6 +40,7 @@ impl Pager {
         }
         if bar.note_closed() == Closer::First {
             self.start_closing(bar);
+            self.tell_closed(bar);
         }
         self.tidy_closed(bar);
     }

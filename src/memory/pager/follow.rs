@@ -9,7 +9,7 @@ use std::sync::{Arc, Weak};
 
 use super::{Pager, Request};
 use crate::memory::vbar::Bar;
-use crate::units::Span;
+use crate::model::schedule::{BarId, Span};
 
 /// One who follows uses.
 pub trait Follow: Send + Sync {
@@ -17,6 +17,8 @@ pub trait Follow: Send + Sync {
     fn faulted(&self, spans: &[Span]);
     /// The pins of a span were given back.
     fn unpinned(&self, span: Span);
+    /// The VBAR of this number was closed.
+    fn closed(&self, bar: u32);
 }
 
 impl Pager {
@@ -50,11 +52,20 @@ impl Pager {
         }
     }
 
+    /// The VBAR was closed; told whether it was followed or not.
+    pub(super) fn tell_closed(&self, bar: &Bar) {
+        if bar.bound().is_some()
+            && let Some(follower) = self.follower()
+        {
+            follower.closed(bar.id);
+        }
+    }
+
     fn follower(&self) -> Option<Arc<dyn Follow>> {
         self.follower.get().and_then(Weak::upgrade)
     }
 }
 
 fn span_of(bar: &Bar, pages: &Range<u32>) -> Span {
-    Span { bar: bar.id, pages: pages.clone() }
+    Span::new(BarId(bar.id), pages.clone())
 }

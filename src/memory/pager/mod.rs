@@ -40,7 +40,7 @@ use crate::sync::ticket::Ticket;
 use crate::sync::{Condvar, Mutex};
 use crate::units::{Generation, PageIndex, Stream};
 
-pub use ahead::{Fetched, PageOf, Role, Stop, Wanted};
+pub use ahead::{Fetched, PageOf, Role, Spent, Stop, Wanted};
 pub use close::is_work_pending;
 pub use follow::Follow;
 pub use hold::{Generations, Hit, Hold};
