@@ -25,6 +25,7 @@ const ROWS: &[(&str, u32)] = &[
     ("memory/policy", 2),
     ("memory/budget", 2),
     ("model/binding", 2),
+    ("model/schedule", 2),
     ("copy/ring", 2),
     ("host/safetensors", 2),
     ("host/allowance", 2),
