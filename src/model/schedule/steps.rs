@@ -1,0 +1,126 @@
+//! The distinct steps: their pages, their compute time, and how often the history has them.
+//!
+//! A step lives as long as the history holds it; its number is then given to another one.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use super::span::Span;
+
+/// A step by its number. Steps that are first seen one after another have numbers that follow each
+/// other, until numbers are given out again.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
+pub struct StepId(pub u32);
+
+/// A new sample of compute time counts for one part in this many.
+const SMOOTHING: u64 = 4;
+
+#[derive(Clone, Debug)]
+struct Record {
+    spans: Arc<[Span]>,
+    compute_ns: Option<u64>,
+    /// Times that the history has it.
+    held: u32,
+}
+
+/// All steps that the history has.
+#[derive(Clone, Debug, Default)]
+pub(super) struct StepTable {
+    numbers: HashMap<Arc<[Span]>, StepId>,
+    records: Vec<Option<Record>>,
+    free: Vec<StepId>,
+    span_count: usize,
+}
+
+impl StepTable {
+    /// The number of a step. A new one must be held before the next is asked for.
+    pub(super) fn intern(&mut self, spans: &[Span]) -> StepId {
+        if let Some(step) = self.numbers.get(spans) {
+            return *step;
+        }
+        let spans: Arc<[Span]> = spans.into();
+        self.span_count += spans.len();
+        let record = Record { spans: Arc::clone(&spans), compute_ns: None, held: 0 };
+        let step = self.free.pop().unwrap_or_else(|| {
+            self.records.push(None);
+            let last = u32::try_from(self.records.len() - 1);
+            StepId(last.expect("the history holds less than 2^32 steps"))
+        });
+        self.records[step.0 as usize] = Some(record);
+        self.numbers.insert(spans, step);
+        step
+    }
+
+    /// The history has it once more.
+    pub(super) fn hold(&mut self, step: StepId) {
+        if let Some(record) = self.record_mut(step) {
+            record.held += 1;
+        }
+    }
+
+    /// The history has it once less; with the last time it is forgotten.
+    pub(super) fn release(&mut self, step: StepId) {
+        self.let_go(step);
+        if self.record(step).is_some_and(|record| record.held == 0) {
+            self.remove(step);
+        }
+    }
+
+    /// The history has it once less, for the moment: [`Self::sweep`] forgets.
+    pub(super) fn let_go(&mut self, step: StepId) {
+        if let Some(record) = self.record_mut(step) {
+            record.held -= 1;
+        }
+    }
+
+    /// Forgets what the history does not have.
+    pub(super) fn sweep(&mut self) {
+        for number in (0u32..).zip(0..self.records.len()).map(|(number, _)| StepId(number)) {
+            if self.record(number).is_some_and(|record| record.held == 0) {
+                self.remove(number);
+            }
+        }
+    }
+
+    pub(super) fn spans(&self, step: StepId) -> &[Span] {
+        self.record(step).map_or(&[], |record| &record.spans)
+    }
+
+    #[cfg(test)]
+    pub(super) fn len(&self) -> usize {
+        self.records.len()
+    }
+
+    pub(super) fn span_count(&self) -> usize {
+        self.span_count
+    }
+
+    pub(super) fn compute_ns(&self, step: StepId) -> Option<u64> {
+        self.record(step)?.compute_ns
+    }
+
+    pub(super) fn sample(&mut self, step: StepId, compute_ns: u64) {
+        if let Some(record) = self.record_mut(step) {
+            record.compute_ns = Some(match record.compute_ns {
+                None => compute_ns,
+                Some(old) => old - old / SMOOTHING + compute_ns / SMOOTHING,
+            });
+        }
+    }
+
+    fn record(&self, step: StepId) -> Option<&Record> {
+        self.records.get(step.0 as usize)?.as_ref()
+    }
+
+    fn record_mut(&mut self, step: StepId) -> Option<&mut Record> {
+        self.records.get_mut(step.0 as usize)?.as_mut()
+    }
+
+    fn remove(&mut self, step: StepId) {
+        if let Some(record) = self.records[step.0 as usize].take() {
+            self.span_count -= record.spans.len();
+            self.numbers.remove(&record.spans);
+            self.free.push(step);
+        }
+    }
+}
