@@ -96,6 +96,8 @@ signatures! {
     cuMemUnmap = cuMemUnmap(_, _);
     cuMemHostAlloc = cuMemHostAlloc(_, _, _);
     cuMemFreeHost = cuMemFreeHost(_);
+    cuMemHostRegister = cuMemHostRegister_v2(_, _, _);
+    cuMemHostUnregister = cuMemHostUnregister(_);
     cuMemcpyHtoDAsync = cuMemcpyHtoDAsync_v2(_, _, _, _);
     cuMemcpyDtoHAsync = cuMemcpyDtoHAsync_v2(_, _, _, _);
     cuMemsetD8Async = cuMemsetD8Async(_, _, _, _);
@@ -110,6 +112,7 @@ signatures! {
     cuEventDestroy = cuEventDestroy_v2(_);
     cuEventRecord = cuEventRecord(_, _);
     cuEventQuery = cuEventQuery(_);
+    cuEventElapsedTime = cuEventElapsedTime(_, _, _);
     cuModuleLoadDataEx = cuModuleLoadDataEx(_, _, _, _, _);
     cuModuleGetFunction = cuModuleGetFunction(_, _, _);
     cuModuleUnload = cuModuleUnload(_);
@@ -150,7 +153,7 @@ newer_signatures! {
 #[test]
 fn every_function_of_the_table_is_compared() {
     // A function added to the table belongs in one of the two lists above.
-    assert_eq!((Api::REQUIRED.len(), Api::OPTIONAL.len()), (43, 8));
+    assert_eq!((Api::REQUIRED.len(), Api::OPTIONAL.len()), (46, 8));
 }
 
 macro_rules! check_layout {
@@ -222,7 +225,7 @@ fn constants_have_the_numbers_of_the_header() {
         CUmemAccess_flags: CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
         CUmemAllocationGranularity_flags: CU_MEM_ALLOC_GRANULARITY_MINIMUM;
         CUstream_flags_enum: CU_STREAM_NON_BLOCKING;
-        CUevent_flags_enum: CU_EVENT_DISABLE_TIMING;
+        CUevent_flags_enum: CU_EVENT_DEFAULT, CU_EVENT_DISABLE_TIMING;
         CUstreamCaptureStatus: CU_STREAM_CAPTURE_STATUS_NONE, CU_STREAM_CAPTURE_STATUS_ACTIVE,
             CU_STREAM_CAPTURE_STATUS_INVALIDATED;
         CUstreamCaptureMode: CU_STREAM_CAPTURE_MODE_GLOBAL, CU_STREAM_CAPTURE_MODE_THREAD_LOCAL,
@@ -234,6 +237,7 @@ fn constants_have_the_numbers_of_the_header() {
             CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR;
     }
     assert_eq!(sys::CU_MEMHOSTALLOC_PORTABLE, header::CU_MEMHOSTALLOC_PORTABLE);
+    assert_eq!(sys::CU_MEMHOSTREGISTER_PORTABLE, header::CU_MEMHOSTREGISTER_PORTABLE);
     // CUDA 11.3: CUuserObject_flags and CUuserObjectRetain_flags.
     assert_eq!(sys::CU_USER_OBJECT_NO_DESTRUCTOR_SYNC, 1);
     assert_eq!(sys::CU_GRAPH_USER_OBJECT_MOVE, 1);

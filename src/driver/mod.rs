@@ -32,9 +32,11 @@
 //! * **Capture.** On a capturing stream nothing runs; `event_query` and `event_record` of others
 //!   may be refused with codes 900 to 908 unless the thread is in relaxed capture mode.
 //! * Calls that wait for the whole device, and stop launches meanwhile: `mem_free_host`,
-//!   `module_load`, `ctx_synchronize`.
+//!   `mem_host_unregister`, `module_load`, `ctx_synchronize`. `mem_host_alloc` and
+//!   `mem_host_register` wait for nothing, and stop launches for as long as they take.
 
 use std::ptr::NonNull;
+use std::time::Duration;
 
 use crate::units::{DeviceAddress, DeviceOrdinal, Stream};
 
@@ -199,7 +201,19 @@ pub trait Driver: Send + Sync + 'static {
     /// process touches it afterwards.
     #[expect(unsafe_code, reason = "the driver reads or frees host memory behind a raw pointer")]
     unsafe fn mem_free_host(&self, memory: NonNull<u8>) -> DriverResult<()>;
-    /// `cuMemcpyHtoDAsync`.
+    /// `cuMemHostRegister`, portable, of ordinary anonymous memory: page-locked from now on, until
+    /// it is unregistered. Stops launches for as long as it takes, about 1 ms for 16 MiB that have
+    /// been touched. `HOST_MEMORY_ALREADY_REGISTERED` for a range that touches another.
+    ///
+    /// # Safety
+    /// `memory` points to `bytes` mapped, readable and writable bytes that stay mapped until they
+    /// are unregistered.
+    #[expect(unsafe_code, reason = "the driver locks host memory behind a raw pointer")]
+    unsafe fn mem_host_register(&self, memory: NonNull<u8>, bytes: usize) -> DriverResult<()>;
+    /// `cuMemHostUnregister` of a whole registered range, by its start. Waits for the device.
+    /// `HOST_MEMORY_NOT_REGISTERED` for anything else. No copy of it is pending.
+    fn mem_host_unregister(&self, memory: NonNull<u8>) -> DriverResult<()>;
+    /// `cuMemcpyHtoDAsync`. A copy must not cross the end of a registered range.
     ///
     /// # Safety
     /// `source` points to `bytes` readable bytes that stay valid and unchanged until the copy is
@@ -258,6 +272,12 @@ pub trait Driver: Send + Sync + 'static {
 
     /// `cuEventCreate` without timing, in the current context.
     fn event_create(&self) -> DriverResult<Event>;
+    /// `cuEventCreate` with timing, in the current context: its records take the device's time.
+    fn event_create_timed(&self) -> DriverResult<Event>;
+    /// `cuEventElapsedTime`: from the record of `start` to that of `end`, both made with timing;
+    /// zero when `end` came first. Half a microsecond is its resolution. `NOT_READY` while one has
+    /// not passed, `INVALID_HANDLE` when one has no timing or was never recorded.
+    fn event_elapsed(&self, start: Event, end: Event) -> DriverResult<Duration>;
     /// `cuEventDestroy`.
     fn event_destroy(&self, event: Event) -> DriverResult<()>;
     /// `cuEventRecord`. Event and stream belong to one context.

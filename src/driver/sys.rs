@@ -109,7 +109,9 @@ pub mod constants {
     pub const CU_MEM_ACCESS_FLAGS_PROT_READWRITE: c_uint = 3;
     pub const CU_MEM_ALLOC_GRANULARITY_MINIMUM: c_uint = 0;
     pub const CU_MEMHOSTALLOC_PORTABLE: c_uint = 1;
+    pub const CU_MEMHOSTREGISTER_PORTABLE: c_uint = 1;
     pub const CU_STREAM_NON_BLOCKING: c_uint = 1;
+    pub const CU_EVENT_DEFAULT: c_uint = 0;
     pub const CU_EVENT_DISABLE_TIMING: c_uint = 2;
     pub const CU_STREAM_CAPTURE_STATUS_NONE: c_uint = 0;
     pub const CU_STREAM_CAPTURE_STATUS_ACTIVE: c_uint = 1;
@@ -203,6 +205,8 @@ table! {
         cuMemUnmap = "cuMemUnmap"(CUdeviceptr, usize);
         cuMemHostAlloc = "cuMemHostAlloc"(*mut *mut c_void, usize, c_uint);
         cuMemFreeHost = "cuMemFreeHost"(*mut c_void);
+        cuMemHostRegister = "cuMemHostRegister_v2"(*mut c_void, usize, c_uint);
+        cuMemHostUnregister = "cuMemHostUnregister"(*mut c_void);
         cuMemcpyHtoDAsync = "cuMemcpyHtoDAsync_v2"(CUdeviceptr, *const c_void, usize, CUstream);
         cuMemcpyDtoHAsync = "cuMemcpyDtoHAsync_v2"(*mut c_void, CUdeviceptr, usize, CUstream);
         cuMemsetD8Async = "cuMemsetD8Async"(CUdeviceptr, u8, usize, CUstream);
@@ -218,6 +222,7 @@ table! {
         cuEventDestroy = "cuEventDestroy_v2"(CUevent);
         cuEventRecord = "cuEventRecord"(CUevent, CUstream);
         cuEventQuery = "cuEventQuery"(CUevent);
+        cuEventElapsedTime = "cuEventElapsedTime"(*mut f32, CUevent, CUevent);
 
         cuModuleLoadDataEx = "cuModuleLoadDataEx"(
             *mut CUmodule, *const c_void, c_uint, *mut c_uint, *mut *mut c_void);

@@ -15,6 +15,9 @@ use vbar::driver::{
 };
 use vbar::units::{DeviceAddress, DeviceOrdinal, Stream};
 
+#[path = "door_host.rs"]
+mod host;
+
 const MS: u64 = 1_000_000;
 
 /// Runs the whole suite on one device of a driver.
@@ -46,6 +49,9 @@ pub(crate) fn check_door(driver: Arc<dyn Driver>, device: DeviceOrdinal) {
     check_delayed_kernel(&rig);
     check_mapping_does_not_wait(&rig);
     check_capture_state(&rig);
+    host::check_registered_memory(&rig);
+    host::check_unregistering_waits(&rig);
+    host::check_elapsed_time(&rig);
 
     driver.ctx_synchronize().expect("nothing is left that fails");
     driver.ctx_set_current(before).expect("the context of before");

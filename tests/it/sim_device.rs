@@ -14,6 +14,7 @@ mod capture;
 mod context_event;
 mod faults;
 mod order;
+mod registered;
 
 const DEVICE: DeviceOrdinal = DeviceOrdinal(0);
 

@@ -69,6 +69,16 @@ result cuMemSetAccess(uint64_t address, size_t bytes, const struct access *it, s
     return address == 0x1000 && bytes == 0x2000 && count == 2 ? 0 : UNKNOWN;
 }
 
+result cuMemHostRegister_v2(void *memory, size_t bytes, unsigned flags) {
+    return memory && bytes == 4096 && flags == 1 ? 0 : INVALID_VALUE;
+}
+result cuMemHostUnregister(void *memory) { return memory ? 0 : INVALID_VALUE; }
+/* An event is its flags. */
+result cuEventCreate(uintptr_t *event, unsigned flags) { return *event = flags + 0x70, 0; }
+result cuEventElapsedTime(float *millis, uintptr_t start, uintptr_t end) {
+    return *millis = start < end ? 1.5f : -1.5f, 0;
+}
+
 /* Stream 0 is the legacy stream while another captures, 0x10 captures, 0x20 does not. */
 result cuStreamIsCapturing(uintptr_t stream, int *status) {
     if (stream == 0) return CAPTURE_IMPLICIT;

@@ -11,6 +11,7 @@ use std::ffi::{CStr, OsStr, c_int, c_uint, c_void};
 use std::ptr::NonNull;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
 
 use parking_lot::Mutex;
 
@@ -103,6 +104,14 @@ impl Cuda {
     fn device(&self, call: &'static str, ordinal: DeviceOrdinal) -> DriverResult<&Device> {
         let device = self.devices.get(ordinal.0 as usize);
         device.ok_or(DriverError::new(call, DriverCode::INVALID_DEVICE))
+    }
+
+    fn create_event(&self, flags: c_uint) -> DriverResult<Event> {
+        let event = output("cuEventCreate", |event| {
+            // SAFETY: `event` is a valid place for the result.
+            unsafe { (self.api.cuEventCreate)(event, flags) }
+        })?;
+        Ok(Event(event))
     }
 
     /// An attribute by its number in `CUdevice_attribute`.
@@ -368,6 +377,19 @@ impl Driver for Cuda {
         check("cuMemFreeHost", unsafe { (self.api.cuMemFreeHost)(memory.as_ptr().cast()) })
     }
 
+    unsafe fn mem_host_register(&self, memory: NonNull<u8>, bytes: usize) -> DriverResult<()> {
+        let (memory, flags) = (memory.as_ptr().cast(), CU_MEMHOSTREGISTER_PORTABLE);
+        // SAFETY: the caller promises that the range is mapped, and stays so.
+        let code = unsafe { (self.api.cuMemHostRegister)(memory, bytes, flags) };
+        check("cuMemHostRegister", code)
+    }
+
+    fn mem_host_unregister(&self, memory: NonNull<u8>) -> DriverResult<()> {
+        // SAFETY: the driver looks the address up among the ranges that were registered.
+        let code = unsafe { (self.api.cuMemHostUnregister)(memory.as_ptr().cast()) };
+        check("cuMemHostUnregister", code)
+    }
+
     unsafe fn memcpy_htod_async(
         &self,
         target: DeviceAddress,
@@ -496,11 +518,19 @@ impl Driver for Cuda {
     }
 
     fn event_create(&self) -> DriverResult<Event> {
-        let event = output("cuEventCreate", |event| {
-            // SAFETY: `event` is a valid place for the result.
-            unsafe { (self.api.cuEventCreate)(event, CU_EVENT_DISABLE_TIMING) }
+        self.create_event(CU_EVENT_DISABLE_TIMING)
+    }
+
+    fn event_create_timed(&self) -> DriverResult<Event> {
+        self.create_event(CU_EVENT_DEFAULT)
+    }
+
+    fn event_elapsed(&self, start: Event, end: Event) -> DriverResult<Duration> {
+        let millis: f32 = output("cuEventElapsedTime", |millis| {
+            // SAFETY: `millis` is a valid place for the result, the events are live.
+            unsafe { (self.api.cuEventElapsedTime)(millis, start.0, end.0) }
         })?;
-        Ok(Event(event))
+        Ok(Duration::try_from_secs_f64(f64::from(millis) / 1000.0).unwrap_or_default())
     }
 
     fn event_destroy(&self, event: Event) -> DriverResult<()> {

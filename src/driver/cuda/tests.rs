@@ -127,6 +127,20 @@ fn an_event_is_recorded_for_a_context() {
 }
 
 #[test]
+fn memory_is_registered_portably_and_time_has_no_sign() {
+    let cuda = fake(&[]);
+    let mut memory = [0u8; 8];
+    let at = NonNull::new(memory.as_mut_ptr()).unwrap();
+    // SAFETY: the stand-in touches no memory.
+    assert_eq!(unsafe { cuda.mem_host_register(at, 4096) }, Ok(()));
+    assert_eq!(cuda.mem_host_unregister(at), Ok(()));
+    let (timed, plain) = (cuda.event_create_timed().unwrap(), cuda.event_create().unwrap());
+    assert_eq!((timed, plain), (Event(0x70), Event(0x72)));
+    assert_eq!(cuda.event_elapsed(timed, plain), Ok(Duration::from_micros(1500)));
+    assert_eq!(cuda.event_elapsed(plain, timed), Ok(Duration::ZERO));
+}
+
+#[test]
 fn the_legacy_stream_beside_a_capture_is_implicit() {
     let cuda = fake(&[]);
     assert_eq!(cuda.stream_is_capturing(Stream::DEFAULT), Ok(CaptureState::Implicit));

@@ -6,8 +6,10 @@
 
 use std::ptr::NonNull;
 use std::sync::Arc;
+use std::time::Duration;
 
-use super::stream::{Span, StreamKind, StreamState, Work};
+use super::event::Timing;
+use super::stream::{Point, Span, StreamKind, StreamState, Work};
 use super::{Core, Sim, Verb};
 use crate::driver::{
     CaptureMode, CaptureState, Context, DeviceAttribute, DeviceMemory, Driver, DriverCode,
@@ -49,11 +51,15 @@ impl Core {
         if bytes == 0 {
             return self.stream(stream, verb).map(drop);
         }
+        if self.host.is_cut(host, bytes) {
+            return Err(verb.error(DriverCode::INVALID_VALUE));
+        }
         let pageable = !self.host.contains(host, bytes);
-        if let Some((stream, number)) = self.submit(stream, work, verb)?
-            && pageable
-        {
+        let Some((stream, number)) = self.submit(stream, work, verb)? else { return Ok(()) };
+        if pageable {
             self.wait_for(&stream, number);
+        } else {
+            self.host.note_copy(Point { stream, number }, host..host + bytes);
         }
         Ok(())
     }
@@ -278,6 +284,16 @@ impl Driver for Sim {
         self.core.mem_free_host(memory)
     }
 
+    unsafe fn mem_host_register(&self, memory: NonNull<u8>, bytes: usize) -> DriverResult<()> {
+        self.core.gate_unsafe(Verb::MemHostRegister)?;
+        self.core.mem_host_register(memory, bytes)
+    }
+
+    fn mem_host_unregister(&self, memory: NonNull<u8>) -> DriverResult<()> {
+        self.core.gate_unsafe(Verb::MemHostUnregister)?;
+        self.core.mem_host_unregister(memory)
+    }
+
     unsafe fn memcpy_htod_async(
         &self,
         target: DeviceAddress,
@@ -370,7 +386,17 @@ impl Driver for Sim {
 
     fn event_create(&self) -> DriverResult<Event> {
         self.core.enter(Verb::EventCreate)?;
-        self.core.event_create()
+        self.core.event_create(Timing::Off, Verb::EventCreate)
+    }
+
+    fn event_create_timed(&self) -> DriverResult<Event> {
+        self.core.enter(Verb::EventCreateTimed)?;
+        self.core.event_create(Timing::On, Verb::EventCreateTimed)
+    }
+
+    fn event_elapsed(&self, start: Event, end: Event) -> DriverResult<Duration> {
+        self.core.gate_unsafe(Verb::EventElapsed)?;
+        self.core.event_elapsed(start, end)
     }
 
     fn event_destroy(&self, event: Event) -> DriverResult<()> {

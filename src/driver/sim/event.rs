@@ -4,8 +4,9 @@
 //! or of a whole context a place in each of its streams. Never recorded, it makes nothing wait. A
 //! record made under capture is no place in a stream.
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock};
+use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
@@ -22,7 +23,15 @@ pub(super) struct EventState {
     handle: usize,
     pub(super) context: usize,
     device: usize,
+    timing: Timing,
     record: Mutex<Recorded>,
+}
+
+/// Whether an event's records take the time.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Timing {
+    Off,
+    On,
 }
 
 /// What an event holds.
@@ -42,17 +51,21 @@ struct Record {
     /// Passed when all of them are: one for a stream, one a stream for a context.
     points: Vec<Point>,
     clock: Clock,
+    /// When it passed, of an event with timing.
+    time: Option<Arc<OnceLock<Instant>>>,
     /// Whether the host's clock has it.
     seen: AtomicBool,
 }
 
 impl Core {
-    pub(super) fn event_create(&self) -> DriverResult<Event> {
-        let context = self.current(Verb::EventCreate)?;
-        self.alive(context.device, Verb::EventCreate)?;
+    pub(super) fn event_create(&self, timing: Timing, verb: Verb) -> DriverResult<Event> {
+        let context = self.current(verb)?;
+        self.alive(context.device, verb)?;
         let (device, context) = (context.device, context.handle);
-        let record = Mutex::new(Recorded::Never);
-        let event = self.events.insert(|handle| EventState { handle, context, device, record });
+        let event = self.events.insert(|handle| {
+            let record = Mutex::new(Recorded::Never);
+            EventState { handle, context, device, timing, record }
+        });
         Ok(Event(event.handle))
     }
 
@@ -82,9 +95,11 @@ impl Core {
         let _launch = self.launches.read();
         // Under the event's lock, so that two records of one event leave the later one in it.
         let mut record = event.record.lock();
-        let (number, clock) = self.enqueue(&stream, Work::Mark, None);
+        let time = (event.timing == Timing::On).then(Arc::default);
+        let work = time.as_ref().map_or(Work::Mark, |time| Work::Stamp(Arc::clone(time)));
+        let (number, clock) = self.enqueue(&stream, work, None);
         let (points, seen) = (vec![Point { stream, number }], AtomicBool::new(false));
-        *record = Recorded::Live(Arc::new(Record { points, clock, seen }));
+        *record = Recorded::Live(Arc::new(Record { points, clock, time, seen }));
         drop(record);
         self.drive();
         Ok(())
@@ -108,7 +123,7 @@ impl Core {
         let mut record = event.record.lock();
         let (points, clock) = self.tails_of(context.handle);
         let seen = AtomicBool::new(false);
-        *record = Recorded::Live(Arc::new(Record { points, clock, seen }));
+        *record = Recorded::Live(Arc::new(Record { points, clock, time: None, seen }));
         drop(record);
         self.drive();
         Ok(())
@@ -148,6 +163,28 @@ impl Core {
         let _launch = self.launches.read();
         self.enqueue(stream, Work::Mark, Some((&record.points, &record.clock)));
         self.drive();
+    }
+
+    /// The time between two records.
+    pub(super) fn event_elapsed(&self, start: Event, end: Event) -> DriverResult<Duration> {
+        let verb = Verb::EventElapsed;
+        self.drive();
+        let [start, end] = [start, end].map(|event| {
+            let event = self.event(event, verb)?;
+            self.alive(event.device, verb)?;
+            match &*event.record.lock() {
+                Recorded::Captured { .. } => Err(verb.error(DriverCode::CAPTURED_EVENT)),
+                Recorded::Live(record) => {
+                    let time = record.time.clone();
+                    time.ok_or_else(|| verb.error(DriverCode::INVALID_HANDLE))
+                }
+                Recorded::Never => Err(verb.error(DriverCode::INVALID_HANDLE)),
+            }
+        });
+        match (start?.get(), end?.get()) {
+            (Some(start), Some(end)) => Ok(end.saturating_duration_since(*start)),
+            _ => Err(verb.error(DriverCode::NOT_READY)),
+        }
     }
 
     pub(super) fn event_query(&self, event: Event) -> DriverResult<()> {

@@ -168,7 +168,10 @@ impl Core {
                     unsafe { os::add(window, sum) }
                 })
             }
-            Work::Mark => Ok(()),
+            Work::Mark | Work::Stamp(_) => {
+                work.stamp();
+                Ok(())
+            }
         }
     }
 

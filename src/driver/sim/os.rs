@@ -148,6 +148,17 @@ pub(super) fn allocate(bytes: u64) -> io::Result<u64> {
     unsafe { map(0, bytes, libc::PROT_READ | libc::PROT_WRITE, flags, None) }
 }
 
+/// Whether something is mapped at every OS page of a range.
+pub(super) fn is_mapped(start: u64, end: u64) -> bool {
+    const OS_PAGE: u64 = 4096;
+    let start = start & !(OS_PAGE - 1);
+    let mut states = vec![0u8; (end - start).div_ceil(OS_PAGE) as usize];
+    // SAFETY: writes a byte for each page of the range, and reads none of its memory.
+    let code =
+        unsafe { libc::mincore(pointer(start), (end - start) as usize, states.as_mut_ptr()) };
+    code == 0
+}
+
 /// Copies between two ranges of memory.
 ///
 /// # Safety

@@ -6,8 +6,8 @@
 //! `executor`'s affair, what it does to memory `execute`'s.
 
 use std::collections::VecDeque;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
@@ -52,6 +52,8 @@ pub(super) enum Work {
     Kernel(KernelCall),
     /// Nothing but a place in the order: an event's record, or a wait.
     Mark,
+    /// A mark that notes its time: the record of an event with timing.
+    Stamp(Arc<OnceLock<Instant>>),
 }
 
 /// Bytes of device memory that an operation accesses.
@@ -62,6 +64,17 @@ pub(super) struct Span {
 }
 
 impl Work {
+    fn is_mark(&self) -> bool {
+        matches!(self, Self::Mark | Self::Stamp(_))
+    }
+
+    /// Notes the time, if that is what it does.
+    pub(super) fn stamp(&self) {
+        if let Self::Stamp(time) = self {
+            let _first = time.set(Instant::now());
+        }
+    }
+
     pub(super) fn spans(&self) -> impl Iterator<Item = Span> {
         let span = |address, bytes, kind| Some(Span { address, bytes, kind });
         let spans = match *self {
@@ -75,7 +88,7 @@ impl Work {
             Self::Kernel(KernelCall::Pattern { target, bytes, .. }) => {
                 [span(target.0, bytes, AccessKind::Write), None]
             }
-            Self::Mark => [None, None],
+            Self::Mark | Self::Stamp(_) => [None, None],
         };
         spans.into_iter().flatten()
     }
@@ -288,7 +301,7 @@ impl Core {
         }
         after.retain(|point| !point.passed());
 
-        let is_mark = matches!(work, Work::Mark);
+        let is_mark = work.is_mark();
         let mut races = Vec::new();
         let mut missing = None;
         let source_sum = self.source_sum(&work);
@@ -319,8 +332,9 @@ impl Core {
 
     fn push(self: &Arc<Self>, stream: &Arc<StreamState>, queue: &mut Queue, operation: Operation) {
         let idle = stream.completed() + 1 == operation.number;
-        let instant = matches!(operation.work, Work::Mark) && operation.after.is_empty();
+        let instant = operation.work.is_mark() && operation.after.is_empty();
         if idle && instant && !queue.held && self.is_punctual() {
+            operation.work.stamp();
             stream.completed.store(operation.number, Ordering::Release);
             stream.done.notify_all();
             return;

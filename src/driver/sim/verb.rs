@@ -57,6 +57,8 @@ verbs! {
     MemUnmap, "mem_unmap", "cuMemUnmap";
     MemHostAlloc, "mem_host_alloc", "cuMemHostAlloc";
     MemFreeHost, "mem_free_host", "cuMemFreeHost";
+    MemHostRegister, "mem_host_register", "cuMemHostRegister";
+    MemHostUnregister, "mem_host_unregister", "cuMemHostUnregister";
     MemcpyHtodAsync, "memcpy_htod_async", "cuMemcpyHtoDAsync";
     MemcpyDtohAsync, "memcpy_dtoh_async", "cuMemcpyDtoHAsync";
     MemsetD8Async, "memset_d8_async", "cuMemsetD8Async";
@@ -71,6 +73,8 @@ verbs! {
         "cuThreadExchangeStreamCaptureMode";
     GraphRetain, "graph_retain", "cuGraphRetainUserObject";
     EventCreate, "event_create", "cuEventCreate";
+    EventCreateTimed, "event_create_timed", "cuEventCreate";
+    EventElapsed, "event_elapsed", "cuEventElapsedTime";
     EventDestroy, "event_destroy", "cuEventDestroy";
     EventRecord, "event_record", "cuEventRecord";
     EventQuery, "event_query", "cuEventQuery";
@@ -96,15 +100,17 @@ impl Verb {
             }
             Self::MemAddressReserve
             | Self::MemHostAlloc
+            | Self::MemHostRegister
             | Self::MemcpyHtodAsync
             | Self::MemcpyDtohAsync
             | Self::MemsetD8Async
             | Self::LaunchKernel
             | Self::CtxRecordEvent
             | Self::EventCreate
+            | Self::EventCreateTimed
             | Self::EventRecord
             | Self::StreamWaitEvent => &[DriverCode::OUT_OF_MEMORY],
-            Self::EventQuery | Self::StreamQuery => &[DriverCode::NOT_READY],
+            Self::EventQuery | Self::EventElapsed | Self::StreamQuery => &[DriverCode::NOT_READY],
             _ => &[],
         }
     }

@@ -1,6 +1,8 @@
 //! Failures: every verb can fail, and a verb that fails has changed nothing.
 #![expect(unsafe_code, reason = "copies through the trait take raw pointers")]
 
+use std::ptr::NonNull;
+
 use vbar::driver::sim::{Sim, Verb};
 use vbar::driver::{
     CaptureMode, DeviceAttribute, Driver, DriverCode, DriverResult, Event, FrameHandle, KernelCall,
@@ -9,6 +11,11 @@ use vbar::units::{DeviceAddress, Stream};
 
 use super::{DEVICE, open, sim};
 use crate::door::{Rig, assert_code};
+
+/// Memory that may stay registered.
+fn immortal() -> NonNull<u8> {
+    NonNull::from(Box::leak(Box::new([0u8; 8]))).cast()
+}
 
 /// Something of each kind for a verb to act on.
 struct Stage {
@@ -65,12 +72,10 @@ impl Stage {
             Verb::MemMap => sim.mem_map(address.offset(bytes), bytes, self.free),
             Verb::MemSetAccess => sim.mem_set_access(address, bytes, &[DEVICE]),
             Verb::MemUnmap => sim.mem_unmap(address, bytes),
-            Verb::MemHostAlloc => sim.mem_host_alloc(4096).map(drop),
-            Verb::MemFreeHost => {
-                let memory = sim.mem_host_alloc(4096).unwrap();
-                // SAFETY: allocated above and not used.
-                unsafe { sim.mem_free_host(memory) }
-            }
+            Verb::MemHostAlloc
+            | Verb::MemFreeHost
+            | Verb::MemHostRegister
+            | Verb::MemHostUnregister => call_host(sim, verb),
             Verb::MemcpyHtodAsync => {
                 // SAFETY: pageable memory, so the call waits for the copy.
                 unsafe { sim.memcpy_htod_async(address, buffer.as_ptr(), 8, self.stream) }
@@ -94,6 +99,8 @@ impl Stage {
                 sim.graph_retain(self.stream, Box::new(|| panic!("released by a failed call")))
             }
             Verb::EventCreate => sim.event_create().map(drop),
+            Verb::EventCreateTimed => sim.event_create_timed().map(drop),
+            Verb::EventElapsed => sim.event_elapsed(self.event, self.event).map(drop),
             Verb::EventDestroy => sim.event_destroy(self.event),
             Verb::EventRecord => sim.event_record(self.event, self.stream),
             Verb::EventQuery => sim.event_query(self.event),
@@ -104,6 +111,29 @@ impl Stage {
                 sim.launch_kernel(call, self.stream)
             }
         }
+    }
+}
+
+/// A call of a verb of page-locked memory that would succeed.
+fn call_host(sim: &Sim, verb: Verb) -> DriverResult<()> {
+    match verb {
+        Verb::MemHostAlloc => sim.mem_host_alloc(4096).map(drop),
+        Verb::MemFreeHost => {
+            let memory = sim.mem_host_alloc(4096).unwrap();
+            // SAFETY: allocated above and not used.
+            unsafe { sim.mem_free_host(memory) }
+        }
+        Verb::MemHostRegister => {
+            // SAFETY: memory that lives for ever.
+            unsafe { sim.mem_host_register(immortal(), 8) }
+        }
+        Verb::MemHostUnregister => {
+            let memory = immortal();
+            // SAFETY: memory that lives for ever.
+            unsafe { sim.mem_host_register(memory, 8) }.unwrap();
+            sim.mem_host_unregister(memory)
+        }
+        _ => unreachable!("{verb} is none of host memory"),
     }
 }
 
@@ -142,11 +172,12 @@ fn a_verb_that_fails_changes_nothing() {
         let expected = match verb {
             // The memory that was to be freed is still there.
             Verb::MemFreeHost => before.replace("locked 0", "locked 4096"),
+            Verb::MemHostUnregister => before.replace("locked 0", "locked 8"),
             _ => before,
         };
         assert_eq!(state(&sim, &stage), expected, "{verb}");
         // And the next one goes through as if nothing had been.
-        let refused = [Verb::GraphRetain, Verb::MemAddressFree];
+        let refused = [Verb::GraphRetain, Verb::MemAddressFree, Verb::EventElapsed];
         let needs_access =
             [Verb::MemcpyHtodAsync, Verb::MemcpyDtohAsync, Verb::MemsetD8Async, Verb::LaunchKernel];
         if needs_access.contains(&verb) {

@@ -1,0 +1,94 @@
+//! The part of the door's suite about registered host memory and the time between events.
+#![expect(unsafe_code, reason = "registers memory and copies through raw pointers")]
+
+use std::ptr::NonNull;
+use std::time::{Duration, Instant};
+
+use vbar::driver::DriverCode;
+use vbar::driver::kernel::pattern;
+
+use super::{Rig, bytes_of};
+
+const LEN: usize = 64 << 10;
+
+/// Ordinary memory, whole OS pages.
+fn memory() -> memmap2::MmapMut {
+    memmap2::MmapMut::map_anon(2 * LEN).expect("memory")
+}
+
+fn start(memory: &mut memmap2::MmapMut) -> NonNull<u8> {
+    NonNull::new(memory.as_mut_ptr()).expect("a mapping is not at 0")
+}
+
+fn register(rig: &Rig, memory: NonNull<u8>, bytes: usize) -> Result<(), DriverCode> {
+    // SAFETY: every caller keeps the mapping until it has unregistered it.
+    unsafe { rig.driver.mem_host_register(memory, bytes) }.map_err(|error| error.code)
+}
+
+fn unregister(rig: &Rig, memory: NonNull<u8>) -> Result<(), DriverCode> {
+    rig.driver.mem_host_unregister(memory).map_err(|error| error.code)
+}
+
+pub(super) fn check_registered_memory(rig: &Rig) {
+    let (pages, stream) = (rig.pages(2), rig.stream());
+    let mut memory = memory();
+    let at = start(&mut memory);
+    pattern(&mut memory, 5);
+    assert_eq!(unregister(rig, at), Err(DriverCode::HOST_MEMORY_NOT_REGISTERED));
+    assert_eq!(register(rig, at, 0), Err(DriverCode::INVALID_VALUE));
+    register(rig, at, LEN).expect("registering");
+    assert_eq!(register(rig, at, LEN), Err(DriverCode::HOST_MEMORY_ALREADY_REGISTERED));
+    // Behind work that takes its time: the copy is asynchronous, as from any page-locked memory.
+    rig.memset(pages.address, 0, rig.page, stream);
+    rig.write_late(pages.address, 16, 50, stream);
+    let begun = Instant::now();
+    // SAFETY: the memory stays as it is until the stream has been waited for.
+    unsafe { rig.driver.memcpy_htod_async(pages.address, at.as_ptr(), LEN, stream) }
+        .expect("a copy");
+    assert!(begun.elapsed() < Duration::from_millis(40), "the copy was waited for");
+    rig.driver.stream_synchronize(stream).expect("its end");
+    assert_eq!(rig.read(pages.address, LEN, stream), memory[..LEN]);
+    unregister(rig, at).expect("unregistering");
+    assert_eq!(unregister(rig, at), Err(DriverCode::HOST_MEMORY_NOT_REGISTERED));
+    // It is ordinary memory again, and can be registered again.
+    rig.write(pages.address, &memory[..LEN], stream);
+    register(rig, at, 2 * LEN).expect("registering again");
+    unregister(rig, at).expect("unregistering again");
+    rig.give_back(pages);
+    rig.destroy(&[stream], &[]);
+}
+
+pub(super) fn check_unregistering_waits(rig: &Rig) {
+    let (pages, stream) = (rig.pages(1), rig.stream());
+    let mut memory = memory();
+    let at = start(&mut memory);
+    register(rig, at, LEN).expect("registering");
+    rig.write_late(pages.address, 16, 50, stream);
+    let begun = Instant::now();
+    unregister(rig, at).expect("unregistering");
+    assert!(begun.elapsed() > Duration::from_millis(25), "unregistering did not wait");
+    rig.driver.stream_synchronize(stream).expect("its end");
+    assert_eq!(rig.read(pages.address, 16, stream), bytes_of(1, 16));
+    rig.give_back(pages);
+    rig.destroy(&[stream], &[]);
+}
+
+pub(super) fn check_elapsed_time(rig: &Rig) {
+    let (pages, stream) = (rig.pages(1), rig.stream());
+    let timed = || rig.driver.event_create_timed().expect("an event with timing");
+    let (start, end, plain) = (timed(), timed(), rig.event());
+    let elapsed = |start, end| rig.driver.event_elapsed(start, end).map_err(|error| error.code);
+    assert_eq!(elapsed(start, end), Err(DriverCode::INVALID_HANDLE), "never recorded");
+    rig.driver.event_record(start, stream).expect("a record");
+    rig.write_late(pages.address, 16, 50, stream);
+    rig.driver.event_record(end, stream).expect("a record");
+    rig.driver.event_record(plain, stream).expect("a record");
+    assert_eq!(elapsed(start, end), Err(DriverCode::NOT_READY));
+    rig.driver.stream_synchronize(stream).expect("their end");
+    let time = elapsed(start, end).expect("both have passed");
+    assert!(time > Duration::from_millis(40) && time < Duration::from_secs(10), "{time:?}");
+    assert_eq!(elapsed(end, start), Ok(Duration::ZERO));
+    assert_eq!(elapsed(start, plain), Err(DriverCode::INVALID_HANDLE), "without timing");
+    rig.give_back(pages);
+    rig.destroy(&[stream], &[start, end, plain]);
+}
