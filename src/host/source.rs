@@ -2,7 +2,7 @@
 //!
 //! Owns the descriptor, opened read-only, and the file's identity at the moment of opening. Bytes
 //! are only ever read by calls that return errors, never through a mapping: a file that was cut
-//! short meanwhile is an `Io` error and not a `SIGBUS`.
+//! short meanwhile is a `FileChanged` error and not a `SIGBUS`.
 //!
 //! What [`ModelFile::check_unchanged`] does not see: a change in place that puts size,
 //! modification and change time back (raw access to the disk, some network file systems), and one
@@ -219,7 +219,8 @@ impl ModelFile {
     ///
     /// # Errors
     /// `Io`: a failed read, or the end of the file before `target` is full; with the file's name,
-    /// the offset, the bytes wanted and the bytes had. `target` is then filled in part.
+    /// the offset, the bytes wanted and the bytes had. `FileChanged`, with the same, when the file
+    /// ended early because it is not what it was. `target` is then filled in part.
     pub fn read_exact_at(&self, offset: u64, target: &mut [u8]) -> Result<()> {
         let wanted = target.len();
         let mut done = 0;
@@ -272,7 +273,13 @@ impl ModelFile {
 
     fn ended(&self, offset: u64, got: usize, wanted: usize) -> Error {
         let error = io::Error::new(io::ErrorKind::UnexpectedEof, "unexpected end of file");
-        self.failed(offset, got, wanted, &error)
+        let short = self.failed(offset, got, wanted, &error);
+        // Whoever cut the file short is told so; a caller opens it anew then, which is no use
+        // where the medium fails.
+        match self.check_unchanged() {
+            Err(changed) if changed.code() == ErrorCode::FileChanged => changed.appended(short),
+            _ => short,
+        }
     }
 
     fn failed(&self, offset: u64, got: usize, wanted: usize, error: &io::Error) -> Error {
