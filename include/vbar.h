@@ -916,8 +916,8 @@ typedef struct VbarBarInfo {
    */
   uint32_t resident_count;
   /*
-   Pages at or above are not faulted in; pages of bound VBARs all are. An eviction lowers it to
-   its page; prioritising lifts it to all pages, and it heals with time when memory is left.
+   Pages at or above are not faulted in; pages of bound VBARs all are, which have no watermark:
+   this is all their pages. An eviction lowers it to its page; prioritising lifts it to all pages, and it heals with time when memory is left.
    */
   uint32_t watermark;
   /*
@@ -1501,7 +1501,7 @@ VbarStatus vbar_bar_set_floor(struct VbarBar bar, uint32_t page_count);
 
 /*
  Sets the watermark of a VBAR that is not bound, in pages, and frees unpinned pages at or above
- it. Thread-safe.
+ it. A bound one has none: use `vbar_bar_free_memory`. Thread-safe.
  */
 VbarStatus vbar_bar_set_watermark(struct VbarBar bar, uint32_t page_count);
 

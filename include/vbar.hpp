@@ -158,6 +158,7 @@ public:
         return Result<void>::of(vbar_bar_set_floor(bar_, page_count));
     }
     // Pages at or above are not faulted in, and freed now unless pinned.
+    // Errors: invalid_argument on a bound VBAR, whose pages all are.
     Result<void> try_set_watermark(std::uint32_t page_count) const {
         return Result<void>::of(vbar_bar_set_watermark(bar_, page_count));
     }

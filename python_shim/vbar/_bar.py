@@ -233,7 +233,11 @@ class Bar(Unshared):
         call(self._lib.vbar_bar_set_floor, self._id, pages)
 
     def set_watermark(self, page_count: int) -> None:
-        """Set the watermark of a VBAR that is not bound, and free unpinned pages at or above it."""
+        """Set the watermark of a VBAR that is not bound, and free unpinned pages at or above it.
+
+        Raises:
+            InvalidArgument: it is bound: all of its pages are faulted in.
+        """
         pages = unsigned(page_count, "page_count", _U32_MAX)
         call(self._lib.vbar_bar_set_watermark, self._id, pages)
 

@@ -46,8 +46,8 @@ pub struct VbarBarInfo {
     pub page_count: u32,
     /// Pages that have a frame.
     pub resident_count: u32,
-    /// Pages at or above are not faulted in; pages of bound VBARs all are. An eviction lowers it to
-    /// its page; prioritising lifts it to all pages, and it heals with time when memory is left.
+    /// Pages at or above are not faulted in; pages of bound VBARs all are, which have no watermark:
+    /// this is all their pages. An eviction lowers it to its page; prioritising lifts it to all pages, and it heals with time when memory is left.
     pub watermark: u32,
     /// Pages below are not evicted.
     pub floor: u32,
@@ -382,7 +382,7 @@ pub extern "C" fn vbar_bar_set_floor(bar: VbarBar, page_count: u32) -> VbarStatu
 }
 
 /// Sets the watermark of a VBAR that is not bound, in pages, and frees unpinned pages at or above
-/// it. Thread-safe.
+/// it. A bound one has none: use `vbar_bar_free_memory`. Thread-safe.
 #[unsafe(no_mangle)]
 pub extern "C" fn vbar_bar_set_watermark(bar: VbarBar, page_count: u32) -> VbarStatus {
     call(|| find(bar)?.vbar.set_watermark(page_count))

@@ -143,6 +143,8 @@ CASE(vbar_bar_set_watermark) {
     OK(vbar_bar_info(world.bar, &info));
     CHECK(info.watermark <= info.page_count);
     OK(vbar_bar_prioritise(world.bar));
+    FAILS(vbar_bar_set_watermark(world.model_bar, 1), VBAR_STATUS_INVALID_ARGUMENT,
+          "no watermark");
 }
 
 CASE(vbar_bar_free_memory) {

@@ -468,6 +468,8 @@ class Models(Case):
                 model.bar.close()
             with self.assertRaises(vbar.InvalidArgument):
                 model.bar.allocate(1)
+            with self.assertRaisesRegex(vbar.InvalidArgument, "no watermark"):
+                model.bar.set_watermark(1)
 
     def test_a_tensor_larger_than_the_budget_is_offloaded(self):
         path = self.model_of({"a": ("U8", (3 * PAGE,), bytes(3 * PAGE))})

@@ -73,6 +73,7 @@ TEST(a_faulted_tensor_has_the_files_bytes) {
         CHECK_EQ(sim.sum(two->address(), two->bytes()), check::sum(pattern(1000, 2)));
     }
     CHECK(model.bar().free_memory(UINT64_MAX).bytes > 0);
+    CHECK_SAYS(CHECK_THROWS(invalid_argument, model.bar().set_watermark(1)), "no watermark");
     auto again = model.fault(weight, sim.stream);
     CHECK_EQ(again->address(), weight.address);
     CHECK_EQ(sim.sum(again->address(), again->bytes()), check::sum(pattern(32768, 1)));
