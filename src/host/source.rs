@@ -126,6 +126,7 @@ impl ReadAt for File {
 /// A model file, open for reading. Its calls may be made by any number of threads at once.
 pub struct ModelFile {
     name: Box<str>,
+    path: Option<Box<Path>>,
     identity: FileIdentity,
     reader: Box<dyn ReadAt>,
 }
@@ -144,7 +145,7 @@ impl ModelFile {
             .custom_flags(libc::O_NONBLOCK | libc::O_NOCTTY)
             .open(path)
             .map_err(|error| Error::io(&name, &error))?;
-        Self::from_file(file, name)
+        Ok(Self { path: Some(path.into()), ..Self::from_file(file, name)? })
     }
 
     /// Takes over an open descriptor; `name` is what errors call it.
@@ -171,13 +172,19 @@ impl ModelFile {
     pub fn from_reader(reader: Box<dyn ReadAt>, name: impl Into<String>) -> Result<Self> {
         let name = name.into().into_boxed_str();
         let identity = reader.identity().map_err(|error| Error::io(&name, &error))?;
-        Ok(Self { name, identity, reader })
+        Ok(Self { name, path: None, identity, reader })
     }
 
     /// What errors call it: its path when it was opened by path.
     #[must_use]
     pub fn name(&self) -> &str {
         &self.name
+    }
+
+    /// The path that it was opened by; `None` for one that was open already.
+    #[must_use]
+    pub fn path(&self) -> Option<&Path> {
+        self.path.as_deref()
     }
 
     /// Its length in bytes when it was opened.

@@ -46,6 +46,8 @@ TEST(a_model_tells_its_table) {
     CHECK(weight.index == 1 && weight.dtype == Dtype::f32 && weight.bytes == 32768);
     CHECK(weight.shape.size() == 2 && weight.shape[0] == 64 && weight.shape[1] == 128);
     CHECK(weight.file == 0 && weight.file_offset > 8);
+    CHECK_EQ(std::string(model.file(weight.file)), path);
+    CHECK_THROWS(invalid_argument, model.file(1));
     const vbar::Tensor scale = model.tensor("scale");
     CHECK(scale.shape.empty() && scale.dtype == Dtype::u8 && scale.bytes == 1);
     const vbar::BarView bar = model.bar();
