@@ -916,8 +916,9 @@ typedef struct VbarBarInfo {
    */
   uint32_t resident_count;
   /*
-   Pages at or above are not faulted in; pages of bound VBARs all are. An eviction lowers it to
-   its page; prioritising lifts it to all pages, and it heals with time when memory is left.
+   Pages at or above are not faulted in; all pages of a bound VBAR, which has none. An eviction
+   lowers it to its page; prioritising lifts it to all pages, and it heals with time when
+   memory is left.
    */
   uint32_t watermark;
   /*
@@ -927,7 +928,7 @@ typedef struct VbarBarInfo {
   /*
    A larger class is kept longer.
    */
-  int32_t class_;
+  int32_t priority_class;
   /*
    0 where the device has no addresses for it, so that every fault is offloaded; else 1.
    */
@@ -1057,9 +1058,9 @@ typedef struct VbarRange {
    */
   struct VbarBar bar;
   /*
-   Its first byte.
+   Its first byte in the VBAR.
    */
-  uint64_t offset;
+  uint64_t bar_offset;
   /*
    Its length.
    */
@@ -1103,7 +1104,7 @@ typedef struct VbarModelInfo {
    */
   uint64_t total_bytes;
   /*
-   Files.
+   Files; see `vbar_model_file`.
    */
   uint32_t file_count;
   /*
@@ -1157,7 +1158,7 @@ typedef struct VbarTensor {
    */
   uint64_t file_offset;
   /*
-   Index of its file.
+   Index of its file, for `vbar_model_file`.
    */
   uint32_t file;
   /*
@@ -1491,7 +1492,7 @@ VbarStatus vbar_bar_deprioritise(struct VbarBar bar);
 /*
  Puts a VBAR into a class, 0 at first; a larger one is kept longer. Thread-safe.
  */
-VbarStatus vbar_bar_set_class(struct VbarBar bar, int32_t class_);
+VbarStatus vbar_bar_set_class(struct VbarBar bar, int32_t priority_class);
 
 /*
  Keeps the first `page_count` pages of a VBAR from eviction until the end of its run.
@@ -1501,7 +1502,7 @@ VbarStatus vbar_bar_set_floor(struct VbarBar bar, uint32_t page_count);
 
 /*
  Sets the watermark of a VBAR that is not bound, in pages, and frees unpinned pages at or above
- it. Thread-safe.
+ it. A bound one has none: use `vbar_bar_free_memory`. Thread-safe.
  */
 VbarStatus vbar_bar_set_watermark(struct VbarBar bar, uint32_t page_count);
 
@@ -1544,13 +1545,13 @@ VbarStatus vbar_bar_residency(struct VbarBar bar,
 VbarStatus vbar_bar_allocate(struct VbarBar bar, uint64_t bytes, struct VbarAllocation *allocation);
 
 /*
- Tells an allocation's device address, which never changes, and its place in the VBAR in bytes.
- Thread-safe.
+ Tells an allocation's device address, which never changes, its first byte in the VBAR, and its
+ length in bytes. Thread-safe.
  The outputs are NULL or can be written to.
  */
 VbarStatus vbar_allocation_place(struct VbarAllocation allocation,
                                  uint64_t *address,
-                                 uint64_t *range,
+                                 uint64_t *bar_offset,
                                  uint64_t *bytes);
 
 /*
@@ -1577,14 +1578,14 @@ VbarStatus vbar_allocation_fault_wait(struct VbarAllocation allocation,
 VbarStatus vbar_allocation_invalidate(struct VbarAllocation allocation);
 
 /*
- Makes bytes of a VBAR resident for work on `stream`, and pins them. On a bound VBAR they are the
- file's; on another they are what was last written while `signature` stays the same, and
- undefined before: compare it, or use allocations, which ask for a refill themselves. A hit makes
- no driver call that waits and takes no lock. Thread-safe.
+ Makes bytes of a VBAR, from `bar_offset` on, resident for work on `stream`, and pins them. On a
+ bound VBAR they are the file's; on another they are what was last written while `signature`
+ stays the same, and undefined before: compare it, or use allocations, which ask for a refill
+ themselves. A hit makes no driver call that waits and takes no lock. Thread-safe.
  `fault` is NULL or can be written to.
  */
 VbarStatus vbar_bar_fault(struct VbarBar bar,
-                          uint64_t offset,
+                          uint64_t bar_offset,
                           uint64_t bytes,
                           VbarStream stream,
                           struct VbarFault *fault);
@@ -1692,6 +1693,15 @@ VbarStatus vbar_model_find(struct VbarModel model, const char *name, uint64_t *i
  `key` is NULL or a C string; `value` is NULL or can be written to.
  */
 VbarStatus vbar_model_metadata(struct VbarModel model, const char *key, const char **value);
+
+/*
+ Tells the path that a file of the model was opened by, for the host's copy of a tensor: its
+ bytes are at `VbarTensor.file_offset` of it. It is as it was given, or the index's folder and
+ the name in the index; NULL where the model was opened by descriptor. `index` counts from 0.
+ The string lives until the model is closed. Thread-safe.
+ `path` is NULL or can be written to.
+ */
+VbarStatus vbar_model_file(struct VbarModel model, uint32_t index, const char **path);
 
 /*
  Makes a tensor resident for work on `stream`, and pins it; see `vbar_bar_fault`. Thread-safe.

@@ -81,21 +81,6 @@ private:
     std::uint64_t bytes_ = 0;
 };
 
-// What a VBAR is filled from, and which bytes go where: see `BarView::try_bind`.
-[[nodiscard]] inline VbarBindSource file_at(const char *path) noexcept {
-    return VbarBindSource{path, -1, 0};
-}
-// An open descriptor, of which the library keeps a duplicate.
-[[nodiscard]] inline VbarBindSource file_of(int descriptor) noexcept {
-    return VbarBindSource{nullptr, descriptor, 0};
-}
-// `bytes` from `source_offset` of the source with that index, at `bar_offset` of the VBAR.
-[[nodiscard]] inline VbarBindSegment segment(std::uint64_t bar_offset, std::uint64_t source_offset,
-                                             std::uint64_t bytes,
-                                             std::uint32_t source = 0) noexcept {
-    return VbarBindSegment{bar_offset, source_offset, bytes, source, 0};
-}
-
 // The name of a VBAR that a `Bar` or a `Model` owns.
 class BarView {
 public:
@@ -105,8 +90,9 @@ public:
 
     [[nodiscard]] VbarBar get() const noexcept { return bar_; }
     // Bytes of it, for `Device::try_fault_many`.
-    [[nodiscard]] VbarRange range(std::uint64_t offset, std::uint64_t bytes) const noexcept {
-        return VbarRange{bar_, offset, bytes};
+    [[nodiscard]] VbarRange range(std::uint64_t bar_offset,
+                                  std::uint64_t bytes) const noexcept {
+        return VbarRange{bar_, bar_offset, bytes};
     }
 
     // Every call here fails with stale_handle when the VBAR is gone.
@@ -140,24 +126,25 @@ public:
         }
         return made;
     }
-    // Makes `bytes` from `offset` on resident for work on `stream`, and pins them.
+    // Makes `bytes` from `bar_offset` on resident for work on `stream`, and pins them.
     // Errors: invalid_argument outside the VBAR, io and file_changed of a bound one, timed_out,
     // cancelled, too_many_pins, device_lost, process_ending, what the driver says.
-    Result<Fault> try_fault(std::uint64_t offset, std::uint64_t bytes, Stream stream) const {
-        return detail::tried(stream, vbar_bar_fault, bar_, offset, bytes, stream.get());
+    Result<Fault> try_fault(std::uint64_t bar_offset, std::uint64_t bytes, Stream stream) const {
+        return detail::tried(stream, vbar_bar_fault, bar_, bar_offset, bytes, stream.get());
     }
     // Makes it the newest of its class and lifts its watermark; makes it the oldest.
     Result<void> try_prioritise() const { return Result<void>::of(vbar_bar_prioritise(bar_)); }
     Result<void> try_deprioritise() const { return Result<void>::of(vbar_bar_deprioritise(bar_)); }
     // 0 at first; a larger class is kept longer.
-    Result<void> try_set_class(std::int32_t rank) const {
-        return Result<void>::of(vbar_bar_set_class(bar_, rank));
+    Result<void> try_set_class(std::int32_t priority_class) const {
+        return Result<void>::of(vbar_bar_set_class(bar_, priority_class));
     }
     // Keeps the first pages from eviction until the end of the run.
     Result<void> try_set_floor(std::uint32_t page_count) const {
         return Result<void>::of(vbar_bar_set_floor(bar_, page_count));
     }
     // Pages at or above are not faulted in, and freed now unless pinned.
+    // Errors: invalid_argument on a bound VBAR, whose pages all are.
     Result<void> try_set_watermark(std::uint32_t page_count) const {
         return Result<void>::of(vbar_bar_set_watermark(bar_, page_count));
     }
@@ -199,12 +186,12 @@ public:
         try_bind(sources, segments).value();
     }
     Allocation allocate(std::uint64_t bytes) const { return try_allocate(bytes).value(); }
-    Fault fault(std::uint64_t offset, std::uint64_t bytes, Stream stream) const {
-        return detail::served(stream, vbar_bar_fault, bar_, offset, bytes, stream.get());
+    Fault fault(std::uint64_t bar_offset, std::uint64_t bytes, Stream stream) const {
+        return detail::served(stream, vbar_bar_fault, bar_, bar_offset, bytes, stream.get());
     }
     void prioritise() const { try_prioritise().value(); }
     void deprioritise() const { try_deprioritise().value(); }
-    void set_class(std::int32_t rank) const { try_set_class(rank).value(); }
+    void set_class(std::int32_t priority_class) const { try_set_class(priority_class).value(); }
     void set_floor(std::uint32_t page_count) const { try_set_floor(page_count).value(); }
     void set_watermark(std::uint32_t page_count) const { try_set_watermark(page_count).value(); }
     Freed free_memory(std::uint64_t bytes) const { return try_free_memory(bytes).value(); }
@@ -299,6 +286,17 @@ public:
         }
         return BarView(info->bar);
     }
+    // The path that a file was opened by, for the host's copy of a tensor: its bytes are at
+    // `Tensor::file_offset` of it. nullptr where the model was opened by descriptor; it ends with
+    // the model. `index` is a `Tensor::file`.
+    // Errors: invalid_argument past the last.
+    Result<const char *> try_file(std::uint32_t index) const {
+        const char *path = nullptr;
+        if (const VbarStatus status = vbar_model_file(model_, index, &path)) {
+            return Error(status);
+        }
+        return path;
+    }
     // A tensor by its index, from 0, in the natural order of names.
     // Errors: invalid_argument past the last.
     Result<Tensor> try_tensor(std::uint64_t index) const {
@@ -353,6 +351,7 @@ public:
     std::uint64_t tensor_count() const { return info().tensor_count; }
     Tensor tensor(std::uint64_t index) const { return try_tensor(index).value(); }
     Tensor tensor(const std::string &name) const { return try_tensor(name).value(); }
+    const char *file(std::uint32_t index) const { return try_file(index).value(); }
     const char *metadata(const std::string &key) const { return try_metadata(key).value(); }
     Fault fault(std::uint64_t index, Stream stream) const {
         return detail::served(stream, vbar_model_fault, model_, index, stream.get());

@@ -13,6 +13,31 @@
 #include <stddef.h>
 #include "vbar.h"
 
+/*
+ A simulated device is opened by its name, in the options of `vbar_device_open` or the variable
+ `VBAR_DRIVER`: "sim", or "sim:" and options with commas between, as "sim:capacity=8G,seed=7".
+ Of each: what it is for, and its default. A SIZE is bytes, or carries K, M, G or T, powers of 1024;
+ a TIME is microseconds, or carries us, ms or s; a FLAG is 0 or 1. The delays of kernels, latency
+ and bandwidth are real time: with any of them the order of a seed depends on the clock too.
+
+   capacity=SIZE             memory of each device, at most 16T; 8G
+   devices=COUNT             devices, at most 64; 1
+   granularity=SIZE          smallest unit that can be mapped, a power of two; 2M
+   seed=NUMBER               operations of all streams run in an order drawn from it; none
+   latency=TIME              most time that an operation waits before it runs; 0
+   bandwidth=SIZE            bytes a second that copies run at; the host's
+   slow_copy=SIZE            another name of bandwidth
+   address_space=SIZE        most bytes that may be reserved; the host's
+   mappings=COUNT            most live mappings; the host's
+   jitter=SIZE               how much less than is free the driver may tell; 0
+   poison=FLAG               new memory holds 0xA5 instead of zeros; 0
+   vmm=FLAG                  virtual memory management works; 1
+   ctx_event=FLAG            cuCtxRecordEvent works, as since CUDA 12.5; 1
+   checked=FLAG              peeks and sources of copies are checked for races too; 0
+   on_violation=lose|record  what a breach does to the device; lose
+   fail_rate=NUMBER          probability of memory, copy and event calls to fail; 0
+   fail=VERB:N:CODE          the N-th call from 1 fails, as mem_map:3:2; none
+ */
 
 /*
  A simulated device, apart from the library's use of it: it outlives the `VbarDevice`, so that a
@@ -66,6 +91,17 @@ typedef struct VbarSimLive {
    */
   uint64_t stream_count;
 } VbarSimLive;
+
+/*
+ What was captured on a simulated device, ready to be launched: a `CUgraphExec`. 0 is none; ids
+ are never used again.
+ */
+typedef struct VbarSimGraph {
+  /*
+   The id.
+   */
+  uint64_t id;
+} VbarSimGraph;
 
 #ifdef __cplusplus
 extern "C" {
@@ -235,6 +271,36 @@ VbarStatus vbar_sim_violation_count(struct VbarSim sim, uint64_t *count);
  `text` has room for `capacity` bytes.
  */
 VbarStatus vbar_sim_violation(struct VbarSim sim, uint64_t index, char *text, size_t capacity);
+
+/*
+ Begins a capture, as `cuStreamBeginCapture`: until its end, what is enqueued on the stream is
+ recorded and does not run. `mode` is a `CUstreamCaptureMode`: 0 global, 1 thread-local, 2
+ relaxed. Faults of a stream that is captured see only what is resident already, and those of
+ bound VBARs; everything else is offloaded with `VBAR_REASON_CAPTURE`. Thread-safe.
+ */
+VbarStatus vbar_sim_stream_begin_capture(VbarDevice device, VbarStream stream, uint32_t mode);
+
+/*
+ Ends a capture, as `cuStreamEndCapture` and `cuGraphInstantiate`. What was faulted for the
+ stream, used by what was recorded and unpinned, stays resident until the graph is destroyed. A
+ capture that was broken ends with a status, and leaves no graph. Thread-safe.
+ `graph` is NULL or can be written to.
+ */
+VbarStatus vbar_sim_stream_end_capture(VbarDevice device,
+                                       VbarStream stream,
+                                       struct VbarSimGraph *graph);
+
+/*
+ Enqueues everything that was captured, in the order of its recording, as `cuGraphLaunch`.
+ Thread-safe.
+ */
+VbarStatus vbar_sim_graph_launch(VbarDevice device, struct VbarSimGraph graph, VbarStream stream);
+
+/*
+ Destroys a graph, as `cuGraphExecDestroy`: launches that are under way still run, then what it
+ kept resident may be evicted. Thread-safe.
+ */
+VbarStatus vbar_sim_graph_destroy(struct VbarSimGraph graph);
 
 #ifdef __cplusplus
 }  // extern "C"

@@ -15,6 +15,51 @@ namespace vbar {
 inline namespace VBAR_FAILURES {
 namespace sim {
 
+// Which calls a capture forbids: the numbers of `CUstreamCaptureMode`.
+enum class CaptureMode : std::uint32_t { global = 0, this_thread = 1, relaxed = 2 };
+
+// What was captured on a stream. Ending it lets go what it kept resident, once its launches ran.
+class [[nodiscard]] Graph {
+public:
+    // Owns nothing.
+    Graph() noexcept = default;
+    // Takes over a graph of the C functions.
+    Graph(VbarDevice device, VbarSimGraph graph) noexcept : device_(device), graph_(graph) {}
+    Graph(Graph &&other) noexcept : device_(other.device_), graph_(other.release()) {}
+    Graph &operator=(Graph &&other) noexcept {
+        if (this != &other) {
+            destroy();
+            device_ = other.device_;
+            graph_ = other.release();
+        }
+        return *this;
+    }
+    ~Graph() { destroy(); }
+
+    explicit operator bool() const noexcept { return graph_.id != 0; }
+    [[nodiscard]] VbarSimGraph get() const noexcept { return graph_; }
+    // Hands the graph to the caller, who gives it to `vbar_sim_graph_destroy`.
+    [[nodiscard]] VbarSimGraph release() noexcept { return std::exchange(graph_, VbarSimGraph{}); }
+
+    // Enqueues everything that was captured, in the order of its recording.
+    Result<void> try_launch(vbar::Stream stream) const {
+        return Result<void>::of(vbar_sim_graph_launch(device_, graph_, stream.get()));
+    }
+#if VBAR_HAS_EXCEPTIONS
+    void launch(vbar::Stream stream) const { try_launch(stream).value(); }
+#endif
+
+private:
+    void destroy() noexcept {
+        if (graph_.id != 0) {
+            static_cast<void>(vbar_sim_graph_destroy(release()));
+        }
+    }
+
+    VbarDevice device_{};
+    VbarSimGraph graph_{};
+};
+
 // A stream of a simulated device, destroyed with it. It must end before its device does.
 class [[nodiscard]] Stream {
 public:
@@ -52,11 +97,28 @@ public:
     Result<void> try_release() const {
         return Result<void>::of(vbar_sim_stream_release(device_, stream_));
     }
+    // Until the end of the capture what is enqueued is recorded and does not run.
+    Result<void> try_begin_capture(CaptureMode mode = CaptureMode::global) const {
+        return Result<void>::of(
+            vbar_sim_stream_begin_capture(device_, stream_, static_cast<std::uint32_t>(mode)));
+    }
+    // Errors: driver where there is no capture, or it was broken.
+    Result<Graph> try_end_capture() const {
+        VbarSimGraph graph{};
+        if (const VbarStatus status = vbar_sim_stream_end_capture(device_, stream_, &graph)) {
+            return Error(status);
+        }
+        return Graph(device_, graph);
+    }
 #if VBAR_HAS_EXCEPTIONS
     static Stream create(const Device &device) { return try_create(device).value(); }
     void synchronize() const { try_synchronize().value(); }
     void hold() const { try_hold().value(); }
     void release() const { try_release().value(); }
+    void begin_capture(CaptureMode mode = CaptureMode::global) const {
+        try_begin_capture(mode).value();
+    }
+    Graph end_capture() const { return try_end_capture().value(); }
 #endif
 
 private:

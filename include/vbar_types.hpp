@@ -453,6 +453,21 @@ struct Page {
     std::uint32_t pin_count;
 };
 
+// What a VBAR is filled from, and which bytes go where: see `BarView::try_bind`.
+[[nodiscard]] inline VbarBindSource file_at(const char *path) noexcept {
+    return VbarBindSource{path, -1, 0};
+}
+// An open descriptor, of which the library keeps a duplicate.
+[[nodiscard]] inline VbarBindSource file_of(int descriptor) noexcept {
+    return VbarBindSource{nullptr, descriptor, 0};
+}
+// `bytes` from `source_offset` of the source with that index, at `bar_offset` of the VBAR.
+[[nodiscard]] inline VbarBindSegment segment(std::uint64_t bar_offset, std::uint64_t source_offset,
+                                             std::uint64_t bytes,
+                                             std::uint32_t source = 0) noexcept {
+    return VbarBindSegment{bar_offset, source_offset, bytes, source, 0};
+}
+
 // A tensor of a model. Name and shape live until the model is closed.
 struct Tensor {
     std::uint64_t index;
@@ -466,7 +481,7 @@ struct Tensor {
     // Its first byte in the model's VBAR, and in its file.
     std::uint64_t bar_offset;
     std::uint64_t file_offset;
-    // Index of its file.
+    // Index of its file, for `Model::file`.
     std::uint32_t file;
 };
 

@@ -64,6 +64,7 @@ const UNSAFE: &[&str] = &[
     "src/ffi/log.rs",
     "src/ffi/model.rs",
     "src/ffi/sim.rs",
+    "src/ffi/sim_graph.rs",
     "src/ffi/statistics.rs",
     "src/ffi/status.rs",
     "src/ffi/token.rs",

@@ -109,7 +109,7 @@ class BarInfo(ctypes.Structure):
         ("resident_count", c_uint32),
         ("watermark", c_uint32),
         ("floor", c_uint32),
-        ("class_", c_int32),
+        ("priority_class", c_int32),
         ("has_addresses", c_uint32),
     ]
 
@@ -154,7 +154,7 @@ class Fault(ctypes.Structure):
 class Range(ctypes.Structure):
     _fields_ = [
         ("bar", Bar),
-        ("offset", c_uint64),
+        ("bar_offset", c_uint64),
         ("bytes", c_uint64),
     ]
 
@@ -302,6 +302,7 @@ FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "vbar_model_tensor": (Status, [Model, c_uint64, POINTER(Tensor)]),
     "vbar_model_find": (Status, [Model, c_char_p, POINTER(c_uint64)]),
     "vbar_model_metadata": (Status, [Model, c_char_p, POINTER(c_char_p)]),
+    "vbar_model_file": (Status, [Model, c_uint32, POINTER(c_char_p)]),
     "vbar_model_fault": (Status, [Model, c_uint64, Stream, POINTER(Fault)]),
     "vbar_dlpack_export": (
         Status,

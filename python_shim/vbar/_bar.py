@@ -6,10 +6,11 @@ import ctypes
 import functools
 import os
 import weakref
-from typing import TYPE_CHECKING, Any, Iterable, Sequence, Union
+from typing import Any, Iterable, Sequence, Union
 
 from . import _abi
 from ._call import call
+from ._closeable import Closeable
 from ._device import Device, asked_bytes, c_path, close_once, freed_of
 from ._errors import InvalidArgument
 from ._guard import Busy, Guard, Offloaded, Refill, fault_of
@@ -18,16 +19,13 @@ from ._streams import Stream, handle_of
 from ._unshared import Unshared
 from ._values import BarInfo, Freed, Page, PageState, Reason, Segment
 
-if TYPE_CHECKING:
-    from types import TracebackType
-
 #: A path, a descriptor, or something that has one.
 BindSource = Union[str, bytes, "os.PathLike[Any]", int, Any]
 
 _U32_MAX = (1 << 32) - 1
 
 
-class Bar(Unshared):
+class Bar(Closeable):
     """A VBAR: addresses for one model, memory only where it is needed.
 
     Closing it, or dropping it, never blocks: its memory goes when the work that uses it is done and
@@ -66,17 +64,6 @@ class Bar(Unshared):
         self.page_size: int = info.page_bytes
         #: Pages.
         self.page_count: int = info.page_count
-
-    def __enter__(self) -> Bar:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         return f"<vbar.Bar {self.nbytes} bytes at {self.address:#x}>"
@@ -135,21 +122,21 @@ class Bar(Unshared):
         call(self._lib.vbar_bar_bind, self._id, files, len(files), array, len(pieces))
         self._bound = True
 
-    def fault(self, offset: int, nbytes: int, stream: Stream = None) -> Guard | Offloaded:
+    def fault(self, bar_offset: int, nbytes: int, stream: Stream = None) -> Guard | Offloaded:
         """Make bytes resident for work on ``stream``, and pin them.
 
         On a bound VBAR they are the file's; on another what was last written while the guard's
         ``signature`` stays the same. Use the result as a context manager; it is false when the
         bytes are offloaded, and says why::
 
-            with bar.fault(offset, nbytes, stream=stream) as weight:
+            with bar.fault(bar_offset, nbytes, stream=stream) as weight:
                 if weight:
                     launch(weight.address, stream)
                 else:
                     print(weight.reason)
 
         Args:
-            offset: first byte.
+            bar_offset: first byte.
             nbytes: length in bytes.
             stream: the work's stream: a number, a stream of torch, CuPy or CUDA Python; ``None`` is
                 torch's current stream where torch uses CUDA, else CUDA's default stream;
@@ -160,20 +147,20 @@ class Bar(Unshared):
             FileError, FileChanged: the file cannot be read, or is another one now.
             TimedOut, Cancelled: a wait ended.
         """
-        at, size = unsigned(offset, "offset"), unsigned(nbytes, "nbytes")
+        at, size = unsigned(bar_offset, "bar_offset"), unsigned(nbytes, "nbytes")
         handle = handle_of(stream, self._device._torch_ordinal)
         fault = self._fault_raw(at, size, handle)
         if not fault.token:
             return Offloaded(Reason(fault.reason))
         return self._guard_of(fault, at, size, handle, stream)
 
-    def _fault_raw(self, offset: int, nbytes: int, stream: int) -> _abi.Fault:
-        return fault_of(self._lib.vbar_bar_fault, self._id, offset, nbytes, stream)
+    def _fault_raw(self, bar_offset: int, nbytes: int, stream: int) -> _abi.Fault:
+        return fault_of(self._lib.vbar_bar_fault, self._id, bar_offset, nbytes, stream)
 
     def _guard_of(
-        self, fault: _abi.Fault, offset: int, nbytes: int, stream: int, owner: Any
+        self, fault: _abi.Fault, bar_offset: int, nbytes: int, stream: int, owner: Any
     ) -> Guard:
-        again = functools.partial(self._fault_raw, offset, nbytes)
+        again = functools.partial(self._fault_raw, bar_offset, nbytes)
         return Guard(self._device, fault, stream, owner, again, writable=not self._bound)
 
     def allocate(self, nbytes: Size) -> Allocation:
@@ -195,7 +182,7 @@ class Bar(Unshared):
             resident_count=info.resident_count,
             watermark=info.watermark,
             floor=info.floor,
-            priority_class=info.class_,
+            priority_class=info.priority_class,
             has_addresses=bool(info.has_addresses),
         )
 
@@ -233,7 +220,11 @@ class Bar(Unshared):
         call(self._lib.vbar_bar_set_floor, self._id, pages)
 
     def set_watermark(self, page_count: int) -> None:
-        """Set the watermark of a VBAR that is not bound, and free unpinned pages at or above it."""
+        """Set the watermark of a VBAR that is not bound, and free unpinned pages at or above it.
+
+        Raises:
+            InvalidArgument: it is bound: all of its pages are faulted in.
+        """
         pages = unsigned(page_count, "page_count", _U32_MAX)
         call(self._lib.vbar_bar_set_watermark, self._id, pages)
 
@@ -288,7 +279,7 @@ class Allocation(Unshared):
         allocation._bar, allocation._lib, allocation._id = bar, lib, handle.value
         address, offset, size = ctypes.c_uint64(), ctypes.c_uint64(), ctypes.c_uint64()
         call(lib.vbar_allocation_place, handle.value, address, offset, size)
-        allocation.address, allocation.offset = address.value, offset.value
+        allocation.address, allocation.bar_offset = address.value, offset.value
         allocation.nbytes = size.value
         return allocation
 
@@ -297,8 +288,8 @@ class Allocation(Unshared):
     _id: int
     #: Device address of the first byte; it never changes.
     address: int
-    #: Place in the VBAR, in bytes.
-    offset: int
+    #: First byte in the VBAR.
+    bar_offset: int
     #: Length in bytes.
     nbytes: int
 
@@ -326,7 +317,7 @@ class Allocation(Unshared):
         if fault.outcome == _abi.OUTCOME_RESIDENT:
             return Guard(device, fault, handle, stream, self._fault_again)
         if fault.outcome == _abi.OUTCOME_REFILL:
-            raw = functools.partial(self._bar._fault_raw, self.offset, self.nbytes)
+            raw = functools.partial(self._bar._fault_raw, self.bar_offset, self.nbytes)
             return Refill(device, fault, handle, stream, self._fault_again, raw)
         if fault.outcome == _abi.OUTCOME_BUSY:
             return Busy()

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any, Iterable, SupportsIndex
 
 from . import _abi, _library
 from ._call import call, text_of
+from ._closeable import Closeable
 from ._errors import InvalidArgument
 from ._guard import Guards, Offloaded
 from ._sizes import Size, parse_seconds, parse_size, unsigned
 from ._streams import Stream, handle_of
-from ._unshared import Unshared
 from ._values import (
     BudgetSource,
     ContextWaits,
@@ -28,15 +28,13 @@ from ._values import (
 )
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
     from ._bar import Bar
     from ._model import Model, ModelPath
 
 _U32_MAX = (1 << 32) - 1
 
 
-class Device(Unshared):
+class Device(Closeable):
     """An open device. Opening it again shares it: its budget, bars and models are one.
 
     Args:
@@ -115,17 +113,6 @@ class Device(Unshared):
         of_torch = context is None and not self._info.simulated
         self._torch_ordinal: int | None = self.ordinal if of_torch else None
 
-    def __enter__(self) -> Device:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
-
     def __repr__(self) -> str:
         return f"<vbar.Device {self.ordinal}: {self._info.name} ({self._info.driver})>"
 
@@ -183,13 +170,13 @@ class Device(Unshared):
             TimedOut, Cancelled: a wait ended.
         """
         wanted = [
-            (bar, unsigned(offset, "offset"), unsigned(nbytes, "nbytes"))
-            for bar, offset, nbytes in ranges
+            (bar, unsigned(bar_offset, "bar_offset"), unsigned(nbytes, "nbytes"))
+            for bar, bar_offset, nbytes in ranges
         ]
         handle = handle_of(stream, self._torch_ordinal)
         told = (_abi.Range * len(wanted))()
         for place, (bar, at, size) in zip(told, wanted):
-            place.bar, place.offset, place.bytes = bar._id, at, size
+            place.bar, place.bar_offset, place.bytes = bar._id, at, size
         faults = (_abi.Fault * len(wanted))()
         try:
             call(self._lib.vbar_device_fault_many, self._id, told, len(wanted), handle, faults)

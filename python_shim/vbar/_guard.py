@@ -6,7 +6,7 @@ A guard owns one token of the library and gives it back once: at the end of its 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Callable, Iterator, Literal, Sequence, overload
+from typing import TYPE_CHECKING, Any, Callable, Iterator, Literal, Sequence, TypeVar, overload
 
 from . import _abi, _interrupt, _library, _log
 from ._call import call_often, raise_failure
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
     #: Faults the guarded bytes once more, for a stream handle: its own token for who asks.
     FaultAgain = Callable[[int], _abi.Fault]
+
+_NotResident = TypeVar("_NotResident", bound="NotResident")
 
 
 class Guard(Unshared):
@@ -217,7 +219,22 @@ class Refill(Guard):
         return self._again(stream) if self.is_committed else self._again_raw(stream)
 
 
-class Offloaded:
+class NotResident:
+    """What a fault came to without pins: false, and a block that does nothing at its end."""
+
+    __slots__ = ()
+
+    def __bool__(self) -> Literal[False]:
+        return False
+
+    def __enter__(self: _NotResident) -> _NotResident:
+        return self
+
+    def __exit__(self, *_raised: object) -> None:
+        pass
+
+
+class Offloaded(NotResident):
     """The bytes are not resident, by decision: use the host's copy. Nothing is pinned. False."""
 
     __slots__ = ("reason",)
@@ -228,35 +245,17 @@ class Offloaded:
     def __init__(self, reason: Reason) -> None:
         self.reason = reason
 
-    def __bool__(self) -> Literal[False]:
-        return False
-
-    def __enter__(self) -> Offloaded:
-        return self
-
-    def __exit__(self, *_raised: object) -> None:
-        pass
-
     def __repr__(self) -> str:
         return f"<vbar.Offloaded: {self.reason}>"
 
 
-class Busy:
+class Busy(NotResident):
     """Another caller is filling the allocation. Nothing is pinned. False."""
 
     __slots__ = ()
 
     #: It is not offloaded.
     reason = Reason.NONE
-
-    def __bool__(self) -> Literal[False]:
-        return False
-
-    def __enter__(self) -> Busy:
-        return self
-
-    def __exit__(self, *_raised: object) -> None:
-        pass
 
     def __repr__(self) -> str:
         return "<vbar.Busy>"

@@ -7,20 +7,17 @@ import dataclasses
 import functools
 import os
 import weakref
-from typing import TYPE_CHECKING, Any, Iterator, Mapping, Union
+from typing import Any, Iterator, Mapping, Union
 
 from . import _abi
 from ._bar import Bar, descriptor_of
 from ._call import call, text_of
+from ._closeable import Closeable
 from ._device import Device, c_path, c_text, close_once
 from ._dtypes import Dtype
 from ._guard import Guard, Offloaded, fault_of
 from ._streams import Stream, handle_of
-from ._unshared import Unshared
 from ._values import Reason
-
-if TYPE_CHECKING:
-    from types import TracebackType
 
 #: A path, a descriptor, or something that has one.
 ModelPath = Union[str, bytes, "os.PathLike[Any]", int, Any]
@@ -42,11 +39,13 @@ class Tensor:
     bar_offset: int
     #: First byte in its file.
     file_offset: int
-    #: Number of its file.
+    #: Number of its file in :attr:`Model.files`.
     file: int
+    #: Path of its file, for the host's copy; ``None`` where it was opened by descriptor.
+    path: str | None
 
 
-class Model(Unshared, Mapping[str, Tensor]):
+class Model(Closeable, Mapping[str, Tensor]):
     """A safetensors model, bound to a VBAR of its own: every tensor has an address, none memory.
 
     A mapping of names to :class:`Tensor`, in the natural order of names. Closing it, or dropping
@@ -75,19 +74,10 @@ class Model(Unshared, Mapping[str, Tensor]):
         self.nbytes: int = info.total_bytes
         #: Files.
         self.file_count: int = info.file_count
+        #: Paths of the files; ``None`` of one that was opened by descriptor.
+        self.files: tuple[str | None, ...] = tuple(map(self._path, range(info.file_count)))
         self._tensors = [self._read(index) for index in range(info.tensor_count)]
         self._indexes = {tensor.name: index for index, tensor in enumerate(self._tensors)}
-
-    def __enter__(self) -> Model:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         return f"<vbar.Model of {len(self._tensors)} tensors, {self.nbytes} bytes>"
@@ -171,4 +161,10 @@ class Model(Unshared, Mapping[str, Tensor]):
             bar_offset=told.bar_offset,
             file_offset=told.file_offset,
             file=told.file,
+            path=self.files[told.file],
         )
+
+    def _path(self, file: int) -> str | None:
+        path = ctypes.c_char_p()
+        call(self._lib.vbar_model_file, self._id, file, path)
+        return None if path.value is None else os.fsdecode(path.value)

@@ -72,8 +72,8 @@ fn find(allocation: VbarAllocation) -> Result<Ref<AllocationEntry>> {
     ALLOCATIONS.get(allocation.id).ok_or_else(|| stale("allocation", allocation.id))
 }
 
-/// Tells an allocation's device address, which never changes, and its place in the VBAR in bytes.
-/// Thread-safe.
+/// Tells an allocation's device address, which never changes, its first byte in the VBAR, and its
+/// length in bytes. Thread-safe.
 ///
 /// # Safety
 /// The outputs are NULL or can be written to.
@@ -81,11 +81,11 @@ fn find(allocation: VbarAllocation) -> Result<Ref<AllocationEntry>> {
 pub unsafe extern "C" fn vbar_allocation_place(
     allocation: VbarAllocation,
     address: *mut u64,
-    range: *mut u64,
+    bar_offset: *mut u64,
     bytes: *mut u64,
 ) -> VbarStatus {
     call(|| {
-        let out = (Out::new(address)?, Out::new(range)?, Out::new(bytes)?);
+        let out = (Out::new(address)?, Out::new(bar_offset)?, Out::new(bytes)?);
         let entry = find(allocation)?;
         let place = entry.allocation.range();
         out.0.write(entry.allocation.address().0);

@@ -46,13 +46,14 @@ pub struct VbarBarInfo {
     pub page_count: u32,
     /// Pages that have a frame.
     pub resident_count: u32,
-    /// Pages at or above are not faulted in; pages of bound VBARs all are. An eviction lowers it to
-    /// its page; prioritising lifts it to all pages, and it heals with time when memory is left.
+    /// Pages at or above are not faulted in; all pages of a bound VBAR, which has none. An eviction
+    /// lowers it to its page; prioritising lifts it to all pages, and it heals with time when
+    /// memory is left.
     pub watermark: u32,
     /// Pages below are not evicted.
     pub floor: u32,
     /// A larger class is kept longer.
-    pub class_: i32,
+    pub priority_class: i32,
     /// 0 where the device has no addresses for it, so that every fault is offloaded; else 1.
     pub has_addresses: u32,
 }
@@ -284,7 +285,7 @@ pub unsafe extern "C" fn vbar_bar_info(bar: VbarBar, info: *mut VbarBarInfo) -> 
             resident_count: marks.resident,
             watermark: marks.watermark,
             floor: marks.floor,
-            class_: marks.class,
+            priority_class: marks.class,
             has_addresses: u32::from(vbar.is_reserved()),
         });
         Ok(())
@@ -370,8 +371,8 @@ pub extern "C" fn vbar_bar_deprioritise(bar: VbarBar) -> VbarStatus {
 
 /// Puts a VBAR into a class, 0 at first; a larger one is kept longer. Thread-safe.
 #[unsafe(no_mangle)]
-pub extern "C" fn vbar_bar_set_class(bar: VbarBar, class_: i32) -> VbarStatus {
-    call(|| find(bar)?.vbar.set_class(class_))
+pub extern "C" fn vbar_bar_set_class(bar: VbarBar, priority_class: i32) -> VbarStatus {
+    call(|| find(bar)?.vbar.set_class(priority_class))
 }
 
 /// Keeps the first `page_count` pages of a VBAR from eviction until the end of its run.
@@ -382,7 +383,7 @@ pub extern "C" fn vbar_bar_set_floor(bar: VbarBar, page_count: u32) -> VbarStatu
 }
 
 /// Sets the watermark of a VBAR that is not bound, in pages, and frees unpinned pages at or above
-/// it. Thread-safe.
+/// it. A bound one has none: use `vbar_bar_free_memory`. Thread-safe.
 #[unsafe(no_mangle)]
 pub extern "C" fn vbar_bar_set_watermark(bar: VbarBar, page_count: u32) -> VbarStatus {
     call(|| find(bar)?.vbar.set_watermark(page_count))

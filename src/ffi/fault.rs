@@ -90,8 +90,8 @@ pub struct VbarFault {
 pub struct VbarRange {
     /// The VBAR.
     pub bar: VbarBar,
-    /// Its first byte.
-    pub offset: u64,
+    /// Its first byte in the VBAR.
+    pub bar_offset: u64,
     /// Its length.
     pub bytes: u64,
 }
@@ -130,17 +130,17 @@ impl VbarFault {
     }
 }
 
-/// Makes bytes of a VBAR resident for work on `stream`, and pins them. On a bound VBAR they are the
-/// file's; on another they are what was last written while `signature` stays the same, and
-/// undefined before: compare it, or use allocations, which ask for a refill themselves. A hit makes
-/// no driver call that waits and takes no lock. Thread-safe.
+/// Makes bytes of a VBAR, from `bar_offset` on, resident for work on `stream`, and pins them. On a
+/// bound VBAR they are the file's; on another they are what was last written while `signature`
+/// stays the same, and undefined before: compare it, or use allocations, which ask for a refill
+/// themselves. A hit makes no driver call that waits and takes no lock. Thread-safe.
 ///
 /// # Safety
 /// `fault` is NULL or can be written to.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn vbar_bar_fault(
     bar: VbarBar,
-    offset: u64,
+    bar_offset: u64,
     bytes: u64,
     stream: VbarStream,
     fault: *mut VbarFault,
@@ -148,12 +148,12 @@ pub unsafe extern "C" fn vbar_bar_fault(
     call(|| {
         let out = Out::new(fault)?;
         let entry = bar::find(bar)?;
-        let range = byte_range(offset, bytes)?;
+        let range = byte_range(bar_offset, bytes)?;
         let reserved = Reserved::take()?;
         let Some(hit) = entry.vbar.hit(&range, Stream(stream))? else {
             return fault_otherwise(entry, &range, Stream(stream), reserved, &out);
         };
-        let address = entry.vbar.base().0 + offset;
+        let address = entry.vbar.base().0 + bar_offset;
         let token = reserved.hand_out_hit(entry, hit);
         out.write(VbarFault { token, ..VbarFault::resident(address, bytes, hit.generation) });
         Ok(())
@@ -230,7 +230,7 @@ fn fault_ranges(
 ) -> Result<Fault<Vec<(VbarFault, Hold)>>> {
     let mut wanted = Vec::with_capacity(ranges.len());
     for (entry, range) in entries.iter().zip(ranges) {
-        wanted.push((&entry.vbar, byte_range(range.offset, range.bytes)?));
+        wanted.push((&entry.vbar, byte_range(range.bar_offset, range.bytes)?));
     }
     Ok(match runtime.fault_many(&wanted, stream)? {
         Fault::Resident(guards) => Fault::Resident(guards.into_iter().map(told_and_hold).collect()),

@@ -2,8 +2,8 @@
 //!
 //! Each export guards itself (`call`), checks its arguments, calls one method of the runtime and
 //! writes its outputs. `include/vbar.h` is generated from this folder, `include/vbar_sim.h` from
-//! its file [`sim`]; `tests/abi.rs` compares both, and the exported symbols with them. Decides
-//! nothing about memory.
+//! its files [`sim`] and [`sim_graph`]; `tests/abi.rs` compares both, and the exported symbols with
+//! them. Decides nothing about memory.
 //!
 //! ```text
 //! call     the boundary: panics, statuses, messages       value    structs, texts, pointers
@@ -21,6 +21,7 @@ pub mod fault;
 pub mod log;
 pub mod model;
 pub mod sim;
+pub mod sim_graph;
 pub mod statistics;
 pub mod status;
 pub mod token;
@@ -37,4 +38,5 @@ mod tag {
     pub(super) const MODEL: u8 = 4;
     pub(super) const TOKEN: u8 = 5;
     pub(super) const SIM: u8 = 6;
+    pub(super) const SIM_GRAPH: u8 = 7;
 }

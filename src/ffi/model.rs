@@ -2,7 +2,8 @@
 
 #![expect(unsafe_code, reason = "exported symbols must keep their names")]
 
-use std::ffi::{CStr, c_char};
+use std::ffi::{CStr, CString, c_char};
+use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 
 use super::bar::{self, Owner, VbarBar};
@@ -42,7 +43,7 @@ pub struct VbarModelInfo {
     pub tensor_count: u64,
     /// Bytes of all tensors together.
     pub total_bytes: u64,
-    /// Files.
+    /// Files; see `vbar_model_file`.
     pub file_count: u32,
     /// 0.
     pub reserved: u32,
@@ -72,7 +73,7 @@ pub struct VbarTensor {
     pub bar_offset: u64,
     /// Its first byte in its file.
     pub file_offset: u64,
-    /// Index of its file.
+    /// Index of its file, for `vbar_model_file`.
     pub file: u32,
     /// 0.
     pub reserved: u32,
@@ -155,6 +156,8 @@ pub(super) struct ModelEntry {
     names: Vec<Box<[u8]>>,
     /// Keys and values of all files, with a closing zero; of equal keys the first file's.
     metadata: Vec<(Box<str>, Box<[u8]>)>,
+    /// Paths of the files; `None` for one that was opened by descriptor.
+    paths: Vec<Option<CString>>,
 }
 
 static MODELS: Handles<ModelEntry> = Handles::new(tag::MODEL, Spread::Threads);
@@ -211,8 +214,11 @@ fn enter(bar: ModelBar) -> Result<VbarModel> {
     let names = model.tensors().iter().map(|tensor| closed(&tensor.name)).collect();
     let files = (0..model.files().len()).flat_map(|file| model.metadata(file));
     let metadata = files.map(|(key, value)| (key.as_str().into(), closed(value))).collect();
+    // A path with a zero byte names no file, so none of these has one.
+    let path = |path: &Path| CString::new(path.as_os_str().as_bytes()).ok();
+    let paths = model.files().iter().map(|file| file.path().and_then(path)).collect();
     let bar_id = bar::enter(bar.vbar().clone(), Owner::Model)?;
-    match MODELS.insert(ModelEntry { bar, bar_id, names, metadata }) {
+    match MODELS.insert(ModelEntry { bar, bar_id, names, metadata, paths }) {
         Ok(id) => Ok(VbarModel { id }),
         Err(_) => {
             bar::close(bar_id, Owner::Model)?;
@@ -312,6 +318,31 @@ pub unsafe extern "C" fn vbar_model_metadata(
             Error::new(ErrorCode::NotFound, text)
         })?;
         out.write(found.1.as_ptr().cast());
+        Ok(())
+    })
+}
+
+/// Tells the path that a file of the model was opened by, for the host's copy of a tensor: its
+/// bytes are at `VbarTensor.file_offset` of it. It is as it was given, or the index's folder and
+/// the name in the index; NULL where the model was opened by descriptor. `index` counts from 0.
+/// The string lives until the model is closed. Thread-safe.
+///
+/// # Safety
+/// `path` is NULL or can be written to.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vbar_model_file(
+    model: VbarModel,
+    index: u32,
+    path: *mut *const c_char,
+) -> VbarStatus {
+    call(|| {
+        let out = Out::new(path)?;
+        let entry = find(model)?;
+        let path = entry.paths.get(index as usize).ok_or_else(|| {
+            let (name, count) = (entry.bar.model().name(), entry.paths.len());
+            invalid(format!("{name} has {count} files, none has index {index}"))
+        })?;
+        out.write(path.as_ref().map_or(std::ptr::null(), |path| path.as_ptr()));
         Ok(())
     })
 }

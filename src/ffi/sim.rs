@@ -98,7 +98,11 @@ pub extern "C" fn vbar_sim_close(sim: VbarSim) -> VbarStatus {
     })
 }
 
-fn of_device(device: VbarDevice) -> Result<(Arc<Sim>, Runtime)> {
+/// The simulated device behind an open one.
+///
+/// # Errors
+/// `StaleHandle`; `Unsupported` for a real one.
+pub(super) fn of_device(device: VbarDevice) -> Result<(Arc<Sim>, Runtime)> {
     let entry = device::find(device)?;
     let sim = entry.sim.clone().ok_or_else(|| {
         let text = "this device is a real one; open \"sim\" to simulate one";
@@ -108,7 +112,13 @@ fn of_device(device: VbarDevice) -> Result<(Arc<Sim>, Runtime)> {
 }
 
 /// Runs driver calls of a program on a simulated device, in its context.
-fn on_device<T>(device: VbarDevice, work: impl FnOnce(&Arc<Sim>) -> DriverResult<T>) -> Result<T> {
+///
+/// # Errors
+/// As [`of_device`]; what the driver says.
+pub(super) fn on_device<T>(
+    device: VbarDevice,
+    work: impl FnOnce(&Arc<Sim>) -> DriverResult<T>,
+) -> Result<T> {
     let (sim, runtime) = of_device(device)?;
     let _context = runtime.device().enter_context()?;
     Ok(work(&sim)?)
@@ -213,10 +223,17 @@ pub extern "C" fn vbar_sim_launch_sleep(
 
 fn launch(device: VbarDevice, kernel: KernelCall, stream: VbarStream) -> Result<()> {
     on_device(device, |sim| {
-        let driver = sim.driver();
-        driver.module_load()?;
-        driver.launch_kernel(kernel, Stream(stream))
+        load_kernels(sim)?;
+        sim.driver().launch_kernel(kernel, Stream(stream))
     })
+}
+
+/// Loads the kernels into the current context, once: a second time would break captures.
+///
+/// # Errors
+/// What the driver says.
+pub(super) fn load_kernels(sim: &Arc<Sim>) -> DriverResult<()> {
+    if sim.has_module() { Ok(()) } else { sim.driver().module_load() }
 }
 
 /// Enqueues a copy from host to device, as `cuMemcpyHtoDAsync`: `source` stays as it is until the

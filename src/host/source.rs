@@ -2,7 +2,7 @@
 //!
 //! Owns the descriptor, opened read-only, and the file's identity at the moment of opening. Bytes
 //! are only ever read by calls that return errors, never through a mapping: a file that was cut
-//! short meanwhile is an `Io` error and not a `SIGBUS`.
+//! short meanwhile is a `FileChanged` error and not a `SIGBUS`.
 //!
 //! What [`ModelFile::check_unchanged`] does not see: a change in place that puts size,
 //! modification and change time back (raw access to the disk, some network file systems), and one
@@ -126,6 +126,7 @@ impl ReadAt for File {
 /// A model file, open for reading. Its calls may be made by any number of threads at once.
 pub struct ModelFile {
     name: Box<str>,
+    path: Option<Box<Path>>,
     identity: FileIdentity,
     reader: Box<dyn ReadAt>,
 }
@@ -144,7 +145,7 @@ impl ModelFile {
             .custom_flags(libc::O_NONBLOCK | libc::O_NOCTTY)
             .open(path)
             .map_err(|error| Error::io(&name, &error))?;
-        Self::from_file(file, name)
+        Ok(Self { path: Some(path.into()), ..Self::from_file(file, name)? })
     }
 
     /// Takes over an open descriptor; `name` is what errors call it.
@@ -171,13 +172,19 @@ impl ModelFile {
     pub fn from_reader(reader: Box<dyn ReadAt>, name: impl Into<String>) -> Result<Self> {
         let name = name.into().into_boxed_str();
         let identity = reader.identity().map_err(|error| Error::io(&name, &error))?;
-        Ok(Self { name, identity, reader })
+        Ok(Self { name, path: None, identity, reader })
     }
 
     /// What errors call it: its path when it was opened by path.
     #[must_use]
     pub fn name(&self) -> &str {
         &self.name
+    }
+
+    /// The path that it was opened by; `None` for one that was open already.
+    #[must_use]
+    pub fn path(&self) -> Option<&Path> {
+        self.path.as_deref()
     }
 
     /// Its length in bytes when it was opened.
@@ -219,7 +226,8 @@ impl ModelFile {
     ///
     /// # Errors
     /// `Io`: a failed read, or the end of the file before `target` is full; with the file's name,
-    /// the offset, the bytes wanted and the bytes had. `target` is then filled in part.
+    /// the offset, the bytes wanted and the bytes had. `FileChanged`, with the same, when the file
+    /// ended early because it is not what it was. `target` is then filled in part.
     pub fn read_exact_at(&self, offset: u64, target: &mut [u8]) -> Result<()> {
         let wanted = target.len();
         let mut done = 0;
@@ -272,7 +280,13 @@ impl ModelFile {
 
     fn ended(&self, offset: u64, got: usize, wanted: usize) -> Error {
         let error = io::Error::new(io::ErrorKind::UnexpectedEof, "unexpected end of file");
-        self.failed(offset, got, wanted, &error)
+        let short = self.failed(offset, got, wanted, &error);
+        // Whoever cut the file short is told so; a caller opens it anew then, which is no use
+        // where the medium fails.
+        match self.check_unchanged() {
+            Err(changed) if changed.code() == ErrorCode::FileChanged => changed.appended(short),
+            _ => short,
+        }
     }
 
     fn failed(&self, offset: u64, got: usize, wanted: usize, error: &io::Error) -> Error {

@@ -167,7 +167,8 @@ impl Vbar {
     /// Sets a bare VBAR's watermark, in pages, and frees unpinned pages at or above it.
     ///
     /// # Errors
-    /// As [`Vbar::free_memory`].
+    /// `InvalidArgument` on a bound VBAR, whose pages are all faulted in; those of
+    /// [`Vbar::free_memory`].
     pub fn set_watermark(&self, pages: u32) -> Result<()> {
         self.inner.runtime.pager().set_watermark(self.bar(), pages)
     }

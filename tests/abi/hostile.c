@@ -86,6 +86,17 @@ static VbarToken fault_token(uint64_t page) {
     return fault.token;
 }
 
+/* A graph of nothing. */
+static VbarSimGraph captured(VbarDevice device) {
+    VbarSimGraph graph;
+    VbarStream stream;
+    OK(vbar_sim_stream_create(device, &stream));
+    OK(vbar_sim_stream_begin_capture(device, stream, 0));
+    OK(vbar_sim_stream_end_capture(device, stream, &graph));
+    OK(vbar_sim_stream_destroy(device, stream));
+    return graph;
+}
+
 /* Closes one thing of each kind, which leaves ids behind that name nothing. */
 static void make_closed_ids(void) {
     VbarDeviceOptions options = test_options(16);
@@ -106,6 +117,9 @@ static void make_closed_ids(void) {
         OK(vbar_sim_open(device, &sim));
         OK(vbar_sim_close(sim));
         closed[SIM] = sim.id;
+        VbarSimGraph graph = captured(device);
+        OK(vbar_sim_graph_destroy(graph));
+        closed[SIM_GRAPH] = graph.id;
     }
     OK(vbar_device_close(device));
     closed[DEVICE] = device.id;
@@ -122,7 +136,10 @@ static void make_world(char *path, char *raw_path) {
     write_model(path, 3, 3 * world.page / 2);
     write_file(raw_path, 3 * world.page);
     world.device = open_device(16);
-    if (!on_gpu()) OK(vbar_sim_open(world.device, &world.sim));
+    if (!on_gpu()) {
+        OK(vbar_sim_open(world.device, &world.sim));
+        world.graph = captured(world.device);
+    }
     OK(vbar_bar_create(world.device, 8 * world.page, &world.bar));
     OK(vbar_bar_allocate(world.bar, world.page + 1, &world.allocation));
     world.token = fault_token(0);
@@ -137,13 +154,17 @@ static void make_world(char *path, char *raw_path) {
     live[TOKEN] = world.token.id;
     live[MODEL] = world.model.id;
     live[SIM] = world.sim.id;
+    live[SIM_GRAPH] = world.graph.id;
 }
 
 static void end_world(void) {
     OK(vbar_token_unpin(world.token, VBAR_STREAM_NONE));
     OK(vbar_model_close(world.model));
     OK(vbar_bar_destroy_wait(world.bar));
-    if (!on_gpu()) OK(vbar_sim_close(world.sim));
+    if (!on_gpu()) {
+        OK(vbar_sim_graph_destroy(world.graph));
+        OK(vbar_sim_close(world.sim));
+    }
     close_device(world.device);
 }
 

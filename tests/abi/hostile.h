@@ -7,7 +7,7 @@
 #include "check.h"
 
 /* What has ids. */
-enum Kind { DEVICE, BAR, ALLOCATION, TOKEN, MODEL, SIM, KIND_COUNT };
+enum Kind { DEVICE, BAR, ALLOCATION, TOKEN, MODEL, SIM, SIM_GRAPH, KIND_COUNT };
 
 struct Case {
     const char *function;
@@ -26,6 +26,7 @@ struct World {
     VbarDevice device;
     /* None on a GPU. */
     VbarSim sim;
+    VbarSimGraph graph;
     /* Not bound, of 8 pages; `allocation` and `token` are of it. */
     VbarBar bar;
     VbarAllocation allocation;

@@ -122,7 +122,7 @@ CASE(vbar_bar_set_class) {
         OK(vbar_bar_set_class(world.bar, classes[at]));
         VbarBarInfo info = {.size = sizeof info};
         OK(vbar_bar_info(world.bar, &info));
-        CHECK(info.class_ == classes[at]);
+        CHECK(info.priority_class == classes[at]);
     }
 }
 
@@ -143,6 +143,8 @@ CASE(vbar_bar_set_watermark) {
     OK(vbar_bar_info(world.bar, &info));
     CHECK(info.watermark <= info.page_count);
     OK(vbar_bar_prioritise(world.bar));
+    FAILS(vbar_bar_set_watermark(world.model_bar, 1), VBAR_STATUS_INVALID_ARGUMENT,
+          "no watermark");
 }
 
 CASE(vbar_bar_free_memory) {
@@ -229,10 +231,10 @@ CASE(vbar_device_fault_many) {
                 vbar_device_fault_many(world.device,
                                        (VbarRange[]){good, {.bar = bad, .bytes = 1}}, 2, 0,
                                        untouched()));
-    VbarRange ranges[] = {good, {.bar = world.bar, .offset = UINT64_MAX, .bytes = 2}};
+    VbarRange ranges[] = {good, {.bar = world.bar, .bar_offset = UINT64_MAX, .bytes = 2}};
     FAILS(vbar_device_fault_many(world.device, ranges, 2, 0, untouched()),
           VBAR_STATUS_INVALID_ARGUMENT, "2^64");
-    ranges[1] = (VbarRange){.bar = world.bar, .offset = 8 * world.page, .bytes = 1};
+    ranges[1] = (VbarRange){.bar = world.bar, .bar_offset = 8 * world.page, .bytes = 1};
     FAILS(vbar_device_fault_many(world.device, ranges, 2, 0, untouched()),
           VBAR_STATUS_INVALID_ARGUMENT, NULL);
     CHECK(is_untouched());

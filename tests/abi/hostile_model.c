@@ -114,6 +114,26 @@ CASE(vbar_model_metadata) {
     CHECK(is_untouched());
 }
 
+CASE(vbar_model_file) {
+    BAD_PLACES(const char *, bad, vbar_model_file(world.model, 0, bad));
+    EACH_BAD_ID(MODEL, VbarModel, bad, vbar_model_file(bad, 0, untouched()));
+    FAILS(vbar_model_file(world.model, 1, untouched()), VBAR_STATUS_INVALID_ARGUMENT, "1 files");
+    FAILS(vbar_model_file(world.model, UINT32_MAX, untouched()), VBAR_STATUS_INVALID_ARGUMENT,
+          "4294967295");
+    CHECK(is_untouched());
+    const char *path;
+    OK(vbar_model_file(world.model, 0, &path));
+    CHECK(strcmp(path, world.path) == 0);
+    /* A descriptor has no path, whatever it is called. */
+    int descriptor = open(world.path, O_RDONLY);
+    VbarModel nameless;
+    OK(vbar_model_open_descriptor(world.device, descriptor, world.path, &nameless));
+    OK(vbar_model_file(nameless, 0, &path));
+    CHECK(path == NULL);
+    OK(vbar_model_close(nameless));
+    close(descriptor);
+}
+
 CASE(vbar_model_fault) {
     BAD_PLACES(VbarFault, bad, vbar_model_fault(world.model, 0, 0, bad));
     EACH_BAD_ID(MODEL, VbarModel, bad, vbar_model_fault(bad, 0, 0, untouched()));
@@ -130,6 +150,6 @@ CASE(vbar_model_fault) {
 const struct Case model_cases[] = {
     ENTRY(vbar_model_open),  ENTRY(vbar_model_open_descriptor), ENTRY(vbar_model_close),
     ENTRY(vbar_model_info),  ENTRY(vbar_model_tensor),          ENTRY(vbar_model_find),
-    ENTRY(vbar_model_metadata), ENTRY(vbar_model_fault),
+    ENTRY(vbar_model_metadata), ENTRY(vbar_model_file), ENTRY(vbar_model_fault),
     {0},
 };

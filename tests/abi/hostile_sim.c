@@ -73,6 +73,77 @@ CASE(vbar_sim_stream_release) {
     stream_fails(vbar_sim_stream_release);
 }
 
+CASE(vbar_sim_stream_begin_capture) {
+#define CALL(device) vbar_sim_stream_begin_capture(device, 0, 0)
+    NEEDS_SIM(CALL);
+#undef CALL
+    FAILS(vbar_sim_stream_begin_capture(world.device, 0, 3), VBAR_STATUS_INVALID_ARGUMENT,
+          "mode is 3");
+    FAILS(vbar_sim_stream_begin_capture(world.device, 0, UINT32_MAX), VBAR_STATUS_INVALID_ARGUMENT,
+          "mode is 4294967295");
+    FAILS(vbar_sim_stream_begin_capture(world.device, 0, 0), VBAR_STATUS_DRIVER,
+          "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED");
+    FAILS(vbar_sim_stream_begin_capture(world.device, 0xdead, 0), VBAR_STATUS_DRIVER,
+          "CUDA_ERROR_INVALID_HANDLE");
+    VbarStream stream;
+    OK(vbar_sim_stream_create(world.device, &stream));
+    OK(vbar_sim_stream_begin_capture(world.device, stream, 2));
+    FAILS(vbar_sim_stream_begin_capture(world.device, stream, 2), VBAR_STATUS_DRIVER,
+          "CUDA_ERROR_INVALID_VALUE");
+    VbarSimGraph graph;
+    OK(vbar_sim_stream_end_capture(world.device, stream, &graph));
+    OK(vbar_sim_graph_destroy(graph));
+    OK(vbar_sim_stream_destroy(world.device, stream));
+}
+
+CASE(vbar_sim_stream_end_capture) {
+#define CALL(device) vbar_sim_stream_end_capture(device, 0, untouched())
+    NEEDS_SIM(CALL);
+#undef CALL
+    BAD_PLACES(VbarSimGraph, bad, vbar_sim_stream_end_capture(world.device, 0, bad));
+    VbarStream stream;
+    OK(vbar_sim_stream_create(world.device, &stream));
+    FAILS(vbar_sim_stream_end_capture(world.device, stream, untouched()), VBAR_STATUS_DRIVER,
+          "CUDA_ERROR_INVALID_VALUE");
+    /* A wait for what is recorded breaks the capture, which leaves no graph. */
+    OK(vbar_sim_stream_begin_capture(world.device, stream, 0));
+    FAILS(vbar_sim_stream_synchronize(world.device, stream), VBAR_STATUS_DRIVER, "CAPTURE");
+    FAILS(vbar_sim_stream_end_capture(world.device, stream, untouched()), VBAR_STATUS_DRIVER,
+          "CUDA_ERROR_STREAM_CAPTURE_INVALIDATED");
+    CHECK(is_untouched());
+    OK(vbar_sim_stream_destroy(world.device, stream));
+}
+
+CASE(vbar_sim_graph_launch) {
+#define CALL(device) vbar_sim_graph_launch(device, world.graph, 0)
+    NEEDS_SIM(CALL);
+#undef CALL
+    EACH_BAD_ID(SIM_GRAPH, VbarSimGraph, bad, vbar_sim_graph_launch(world.device, bad, 0));
+    FAILS(vbar_sim_graph_launch(world.device, world.graph, 0xdead), VBAR_STATUS_DRIVER,
+          "CUDA_ERROR_INVALID_HANDLE");
+    VbarDeviceOptions options = test_options(16);
+    options.driver = "sim:capacity=64M,granularity=64K";
+    VbarDevice other;
+    OK(vbar_device_open(&options, &other));
+    FAILS(vbar_sim_graph_launch(other, world.graph, 0), VBAR_STATUS_INVALID_ARGUMENT,
+          "another device");
+    OK(vbar_device_close(other));
+    OK(vbar_sim_graph_launch(world.device, world.graph, 0));
+    VbarStream stream;
+    OK(vbar_sim_stream_create(world.device, &stream));
+    OK(vbar_sim_stream_begin_capture(world.device, stream, 2));
+    FAILS(vbar_sim_graph_launch(world.device, world.graph, stream), VBAR_STATUS_DRIVER,
+          "CUDA_ERROR_NOT_SUPPORTED");
+    VbarSimGraph graph;
+    OK(vbar_sim_stream_end_capture(world.device, stream, &graph));
+    OK(vbar_sim_graph_destroy(graph));
+    OK(vbar_sim_stream_destroy(world.device, stream));
+}
+
+CASE(vbar_sim_graph_destroy) {
+    EACH_BAD_ID(SIM_GRAPH, VbarSimGraph, bad, vbar_sim_graph_destroy(bad));
+}
+
 CASE(vbar_sim_launch_checksum) {
 #define CALL(device) vbar_sim_launch_checksum(device, 1, 1, 1, 0, 0)
     NEEDS_SIM(CALL);
@@ -268,6 +339,10 @@ const struct Case sim_cases[] = {
     ENTRY(vbar_sim_stream_synchronize),
     ENTRY(vbar_sim_stream_hold),
     ENTRY(vbar_sim_stream_release),
+    ENTRY(vbar_sim_stream_begin_capture),
+    ENTRY(vbar_sim_stream_end_capture),
+    ENTRY(vbar_sim_graph_launch),
+    ENTRY(vbar_sim_graph_destroy),
     ENTRY(vbar_sim_launch_checksum),
     ENTRY(vbar_sim_launch_pattern),
     ENTRY(vbar_sim_launch_sleep),

@@ -3,6 +3,8 @@
 use std::error::Error;
 use std::path::Path;
 
+use vbar::driver::sim::SimOptions;
+
 /// A header and the files of `src/ffi` that it is made of, in its order.
 pub(crate) struct Header {
     pub(crate) name: &'static str,
@@ -10,7 +12,7 @@ pub(crate) struct Header {
     sources: &'static [&'static str],
     includes: &'static [&'static str],
     /// What cbindgen cannot say.
-    constants: &'static str,
+    more: fn() -> String,
 }
 
 pub(crate) const HEADERS: &[Header] = &[
@@ -31,20 +33,43 @@ pub(crate) const HEADERS: &[Header] = &[
             "statistics",
         ],
         includes: &[],
-        constants: "
-/*
- No stream: a promise that the work that the call speaks of has finished.
- */
-#define VBAR_STREAM_NONE SIZE_MAX",
+        more: statuses_and_constants,
     },
     Header {
         name: "vbar_sim.h",
         about: "vbar: the simulated device, for tests of programs that use the library.",
-        sources: &["sim"],
+        sources: &["sim", "sim_graph"],
         includes: &["vbar.h"],
-        constants: "",
+        more: options_of_the_simulated_device,
     },
 ];
+
+fn statuses_and_constants() -> String {
+    "
+/*
+ No stream: a promise that the work that the call speaks of has finished.
+ */
+#define VBAR_STREAM_NONE SIZE_MAX"
+        .to_owned()
+}
+
+fn options_of_the_simulated_device() -> String {
+    let mut text = "
+/*
+ A simulated device is opened by its name, in the options of `vbar_device_open` or the variable
+ `VBAR_DRIVER`: \"sim\", or \"sim:\" and options with commas between, as \"sim:capacity=8G,seed=7\".
+ Of each: what it is for, and its default. A SIZE is bytes, or carries K, M, G or T, powers of 1024;
+ a TIME is microseconds, or carries us, ms or s; a FLAG is 0 or 1. The delays of kernels, latency
+ and bandwidth are real time: with any of them the order of a seed depends on the clock too.
+
+"
+    .to_owned();
+    for key in SimOptions::KEYS {
+        let option = format!("{}={}", key.name, key.value);
+        text += &format!("   {option:<25} {}\n", key.about);
+    }
+    text + " */"
+}
 
 /// The text of a header.
 pub(crate) fn make(root: &Path, header: &Header) -> Result<String, Box<dyn Error>> {
@@ -57,7 +82,7 @@ pub(crate) fn make(root: &Path, header: &Header) -> Result<String, Box<dyn Error
     config.include_guard = Some(header.name.to_uppercase().replace('.', "_"));
     config.sys_includes = ["stdint.h", "stddef.h"].map(String::from).to_vec();
     config.includes = header.includes.iter().map(ToString::to_string).collect();
-    config.after_includes = Some(header.constants.to_owned());
+    config.after_includes = Some((header.more)());
     let mut builder = cbindgen::Builder::new().with_config(config);
     for source in header.sources {
         builder = builder.with_src(root.join(format!("src/ffi/{source}.rs")));

@@ -209,6 +209,19 @@ fn models_compete_by_class() {
 }
 
 #[test]
+fn a_bound_vbar_has_no_watermark() {
+    let bench = bench(budget_options(2 * N));
+    bench.check_pass();
+    let marks = bench.bar.vbar().marks();
+    let refused = bench.bar.vbar().set_watermark(1).unwrap_err();
+    assert_eq!(refused.code(), ErrorCode::InvalidArgument);
+    assert!(refused.to_string().contains("no watermark"), "{refused}");
+    assert_eq!(bench.bar.vbar().marks(), marks);
+    bench.check_pass();
+    bench.check_shut();
+}
+
+#[test]
 fn a_truncated_file_is_an_error_and_others_go_on() {
     let bench = bench(budget_options(16));
     bench.check_pass();
@@ -223,7 +236,7 @@ fn a_truncated_file_is_an_error_and_others_go_on() {
             continue;
         }
         let error = other.fault(tensor, bench.world.stream).map(drop).unwrap_err();
-        assert!(matches!(error.code(), ErrorCode::Io | ErrorCode::FileChanged), "{error}");
+        assert_eq!(error.code(), ErrorCode::FileChanged, "{error}");
     }
     bench.world.sim.ctx_synchronize().unwrap();
     bench.world.runtime.refresh().unwrap();

@@ -347,8 +347,8 @@ class Allocations(Case):
             sim, bar = Sim(device), device.create_bar(4 * PAGE)
             stream = sim.stream()
             weight = bar.allocate("1K")
-            self.assertEqual((weight.nbytes, weight.offset % 512), (1024, 0))
-            self.assertEqual(weight.address, bar.address + weight.offset)
+            self.assertEqual((weight.nbytes, weight.bar_offset % 512), (1024, 0))
+            self.assertEqual(weight.address, bar.address + weight.bar_offset)
             with weight.fault(stream) as bytes:
                 self.assertIsInstance(bytes, vbar.Refill)
                 self.assertFalse(bytes.is_committed)
@@ -431,6 +431,10 @@ class Models(Case):
             self.assertEqual(model["zero\0within"].nbytes, 2)
             self.assertEqual(model.nbytes, sum(len(raw) for _, _, raw in tensors.values()))
             self.assertEqual((model.file_count, model.metadata("format")), (1, "pt"))
+            self.assertEqual((model.files, tensor.path), ((str(path),), str(path)))
+            with open(tensor.path, "rb") as file:
+                file.seek(tensor.file_offset)
+                self.assertEqual(file.read(tensor.nbytes), tensors["layers.10.weight"][2])
             self.assertNotIn("layers.3.weight", model)
             self.assertIsNone(model.get("layers.3.weight"))
             self.assertEqual({model: 1}[model], 1)
@@ -456,6 +460,8 @@ class Models(Case):
             for source in (file, file.fileno(), os.fsencode(path), str(path), pathlib.Path(path)):
                 with device.open_model(source, name="mine") as model:
                     self.assertEqual(list(model), ["a"])
+                    by_path = isinstance(source, (str, bytes, os.PathLike))
+                    self.assertEqual(model["a"].path, str(path) if by_path else None)
 
     def test_a_models_bar_belongs_to_it(self):
         path = self.model_of({"a": ("U8", (4,), b"abcd")})
@@ -468,6 +474,8 @@ class Models(Case):
                 model.bar.close()
             with self.assertRaises(vbar.InvalidArgument):
                 model.bar.allocate(1)
+            with self.assertRaisesRegex(vbar.InvalidArgument, "no watermark"):
+                model.bar.set_watermark(1)
 
     def test_a_tensor_larger_than_the_budget_is_offloaded(self):
         path = self.model_of({"a": ("U8", (3 * PAGE,), bytes(3 * PAGE))})

@@ -87,10 +87,11 @@ impl Capture {
 
 /// A captured graph, its executable and their life in one: a Sim-only stand-in for `CUgraphExec`.
 /// Dropping it calls what was retained, on a thread of the driver, once its launches are done.
+/// Several threads may launch it at once.
 pub struct SimGraph {
     core: Arc<Core>,
     works: Vec<Work>,
-    retained: Vec<GraphRelease>,
+    retained: Mutex<Vec<GraphRelease>>,
     launches: Mutex<Vec<Point>>,
 }
 
@@ -126,8 +127,8 @@ impl SimGraph {
 
 impl Drop for SimGraph {
     fn drop(&mut self) {
-        let retained = std::mem::take(&mut self.retained);
-        self.core.release_retained(retained, std::mem::take(&mut self.launches.lock()));
+        let retained = std::mem::take(self.retained.get_mut());
+        self.core.release_retained(retained, std::mem::take(self.launches.get_mut()));
     }
 }
 
@@ -297,7 +298,7 @@ impl Core {
         let graph = SimGraph {
             core: self.clone(),
             works: body.works,
-            retained: body.retained,
+            retained: Mutex::new(body.retained),
             launches: Mutex::default(),
         };
         if capture.is_invalid() {

@@ -166,6 +166,14 @@ impl Sim {
         self.core.begin_capture(stream, mode)
     }
 
+    /// Whether the current context has the kernels. `module_load` breaks captures, so that nobody
+    /// may call it for nothing.
+    #[must_use]
+    pub fn has_module(&self) -> bool {
+        let context = self.core.current(Verb::ModuleLoad);
+        context.is_ok_and(|context| context.module.load(Ordering::Acquire))
+    }
+
     /// `cuStreamEndCapture` and `cuGraphInstantiate`.
     ///
     /// # Errors

@@ -40,7 +40,7 @@ mod verb;
 
 pub use capture::SimGraph;
 pub use faults::FailRule;
-pub use options::{OnViolation, SimOptions};
+pub use options::{OnViolation, SimKey, SimOptions};
 pub use verb::Verb;
 
 use crate::driver::{DriverCode, DriverResult};

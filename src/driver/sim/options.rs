@@ -84,11 +84,111 @@ impl Default for SimOptions {
     }
 }
 
-const KEYS: &str = "capacity, devices, granularity, seed, latency, bandwidth (or slow_copy), \
-                    address_space, mappings, jitter, poison, vmm, ctx_event, checked, \
-                    on_violation, fail_rate, fail";
+/// Sets a key to its value, or says what is wrong with it.
+type Set = fn(&mut SimOptions, &str) -> std::result::Result<(), String>;
+
+/// A key of the option string.
+pub struct SimKey {
+    /// The key.
+    pub name: &'static str,
+    /// What its value is, with its unit.
+    pub value: &'static str,
+    /// What it is for, and its default.
+    pub about: &'static str,
+    set: Set,
+}
+
+const fn key(name: &'static str, value: &'static str, about: &'static str, set: Set) -> SimKey {
+    SimKey { name, value, about, set }
+}
 
 impl SimOptions {
+    /// Every key, in the order of the canonical form; `include/vbar_sim.h` lists them.
+    pub const KEYS: &'static [SimKey] = &[
+        key("capacity", "SIZE", "memory of each device, at most 16T; 8G", |to, text| {
+            set(&mut to.capacity, size(text))
+        }),
+        key("devices", "COUNT", "devices, at most 64; 1", |to, text| {
+            let count = u32::try_from(number(text)?);
+            set(&mut to.devices, count.map_err(|_| "too many devices".into()))
+        }),
+        key(
+            "granularity",
+            "SIZE",
+            "smallest unit that can be mapped, a power of two; 2M",
+            |to, text| set(&mut to.granularity, size(text)),
+        ),
+        key(
+            "seed",
+            "NUMBER",
+            "operations of all streams run in an order drawn from it; none",
+            |to, text| set(&mut to.seed, number(text).map(Some)),
+        ),
+        key(
+            "latency",
+            "TIME",
+            "most time that an operation waits before it runs; 0",
+            |to, text| set(&mut to.latency, parse_duration(text)),
+        ),
+        key("bandwidth", "SIZE", "bytes a second that copies run at; the host's", |to, text| {
+            set(&mut to.bandwidth, size(text).map(Some))
+        }),
+        key("slow_copy", "SIZE", "another name of bandwidth", |to, text| {
+            set(&mut to.bandwidth, size(text).map(Some))
+        }),
+        key("address_space", "SIZE", "most bytes that may be reserved; the host's", |to, text| {
+            set(&mut to.address_space, size(text).map(Some))
+        }),
+        key("mappings", "COUNT", "most live mappings; the host's", |to, text| {
+            set(&mut to.mappings, number(text).map(Some))
+        }),
+        key("jitter", "SIZE", "how much less than is free the driver may tell; 0", |to, text| {
+            set(&mut to.jitter, size(text))
+        }),
+        key("poison", "FLAG", "new memory holds 0xA5 instead of zeros; 0", |to, text| {
+            set(&mut to.poison, flag(text))
+        }),
+        key("vmm", "FLAG", "virtual memory management works; 1", |to, text| {
+            set(&mut to.vmm, flag(text))
+        }),
+        key("ctx_event", "FLAG", "cuCtxRecordEvent works, as since CUDA 12.5; 1", |to, text| {
+            set(&mut to.ctx_event, flag(text))
+        }),
+        key(
+            "checked",
+            "FLAG",
+            "peeks and sources of copies are checked for races too; 0",
+            |to, text| set(&mut to.checked, flag(text)),
+        ),
+        key("on_violation", "lose|record", "what a breach does to the device; lose", |to, text| {
+            set(
+                &mut to.on_violation,
+                match text {
+                    "lose" => Ok(OnViolation::Lose),
+                    "record" => Ok(OnViolation::Record),
+                    _ => Err("lose or record".into()),
+                },
+            )
+        }),
+        key(
+            "fail_rate",
+            "NUMBER",
+            "probability of memory, copy and event calls to fail; 0",
+            |to, text| {
+                set(&mut to.fail_rate, text.parse().map_err(|_| "0 to 1 is expected".into()))
+            },
+        ),
+        key(
+            "fail",
+            "VERB:N:CODE",
+            "the N-th call from 1 fails, as mem_map:3:2; none",
+            |to, text| {
+                to.fail.push(parse_fail(text)?);
+                Ok(())
+            },
+        ),
+    ];
+
     /// Parses `key=value` pairs with commas between; the empty text gives the defaults.
     ///
     /// # Errors
@@ -105,42 +205,12 @@ impl SimOptions {
         Ok(options)
     }
 
-    fn set(&mut self, key: &str, value: &str) -> std::result::Result<(), String> {
-        let number = || {
-            value.parse::<u64>().map_err(|_| format!("{key}={value}: a whole number is expected"))
+    fn set(&mut self, name: &str, value: &str) -> std::result::Result<(), String> {
+        let Some(key) = Self::KEYS.iter().find(|key| key.name == name) else {
+            let keys: Vec<&str> = Self::KEYS.iter().map(|key| key.name).collect();
+            return Err(format!("unknown option '{name}'; the options are: {}", keys.join(", ")));
         };
-        let size = || parse_bytes(value).map_err(|why| format!("{key}: {why}"));
-        match key {
-            "capacity" => self.capacity = size()?,
-            "devices" => {
-                self.devices = u32::try_from(number()?).map_err(|_| "too many devices")?;
-            }
-            "granularity" => self.granularity = size()?,
-            "seed" => self.seed = Some(number()?),
-            "latency" => self.latency = parse_duration(value)?,
-            "bandwidth" | "slow_copy" => self.bandwidth = Some(size()?),
-            "address_space" => self.address_space = Some(size()?),
-            "mappings" => self.mappings = Some(number()?),
-            "jitter" => self.jitter = size()?,
-            "poison" => self.poison = number()? != 0,
-            "vmm" => self.vmm = number()? != 0,
-            "ctx_event" => self.ctx_event = number()? != 0,
-            "checked" => self.checked = number()? != 0,
-            "on_violation" => {
-                self.on_violation = match value {
-                    "lose" => OnViolation::Lose,
-                    "record" => OnViolation::Record,
-                    _ => return Err(format!("on_violation={value}: lose or record")),
-                };
-            }
-            "fail_rate" => {
-                self.fail_rate =
-                    value.parse().map_err(|_| format!("fail_rate={value}: 0 to 1 is expected"))?;
-            }
-            "fail" => self.fail.push(parse_fail(value)?),
-            _ => return Err(format!("unknown option '{key}'; the options are: {KEYS}")),
-        }
-        Ok(())
+        (key.set)(self, value).map_err(|why| format!("{name}={value}: {why}"))
     }
 
     fn check(&self) -> std::result::Result<(), String> {
@@ -164,9 +234,29 @@ impl SimOptions {
     }
 }
 
+fn set<T>(
+    target: &mut T,
+    value: std::result::Result<T, String>,
+) -> std::result::Result<(), String> {
+    *target = value?;
+    Ok(())
+}
+
+fn number(text: &str) -> std::result::Result<u64, String> {
+    text.parse().map_err(|_| "a whole number is expected".into())
+}
+
+fn flag(text: &str) -> std::result::Result<bool, String> {
+    number(text).map(|number| number != 0)
+}
+
+fn size(text: &str) -> std::result::Result<u64, String> {
+    parse_bytes(text)
+}
+
 /// `verb:n:code`: the n-th call, counted from 1, fails with the code.
 fn parse_fail(value: &str) -> std::result::Result<FailRule, String> {
-    let wrong = || format!("fail={value}: verb:n:code is expected, as mem_set_access:3:600");
+    let wrong = || "verb:n:code is expected, as mem_set_access:3:600".to_owned();
     let mut parts = value.split(':');
     let verb = parts.next().unwrap_or_default().parse::<Verb>()?;
     let nth: u64 = parts.next().and_then(|text| text.parse().ok()).ok_or_else(wrong)?;

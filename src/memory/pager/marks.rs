@@ -270,7 +270,7 @@ impl Pager {
     /// Sets a bare VBAR's watermark, in pages, and frees unpinned pages at or above it.
     ///
     /// # Errors
-    /// As `free_memory`.
+    /// `InvalidArgument` on a bound VBAR, whose pages are all faulted in; as `free_memory`.
     pub fn set_watermark(&self, bar: &Arc<Bar>, pages: u32) -> Result<()> {
         let set = self.change_watermark(bar, pages);
         set.map_err(|error| self.told(error, format_args!("watermark {pages} of VBAR {}", bar.id)))
@@ -282,6 +282,11 @@ impl Pager {
         let above = {
             let mut state = self.state.lock();
             let entry = state.open_mut(bar)?;
+            if bar.bound().is_some() {
+                let text = "a bound VBAR has no watermark: all of its pages are faulted in; \
+                            `free_memory` gives some back";
+                return Err(Error::new(ErrorCode::InvalidArgument, text));
+            }
             entry.watermark = pages;
             entry.resident.range(pages.max(entry.floor)..).count() as u64
         };

@@ -90,6 +90,59 @@ TEST(memory_is_counted_and_given_back) {
     CHECK_EQ(sim.device.statistics().used_bytes, PAGE);
 }
 
+// An engine's layer as a graph: faulted and unpinned in the capture, run as often as it likes.
+TEST(a_captured_graph_keeps_its_pages) {
+    Sim sim(8);
+    const vbar::Bar bar = sim.device.create_bar(2 * PAGE);
+    { CHECK(bar.fault(0, PAGE, sim.stream)); }
+    sim.stream.synchronize();
+    const std::uint64_t address = bar.info().address;
+
+    sim.stream.begin_capture();
+    CHECK_EQ(bar.fault(PAGE, PAGE, sim.stream).reason(), vbar::Reason::capture);
+    {
+        auto weight = bar.fault(0, PAGE, sim.stream);
+        CHECK(weight);
+        vbar::sim::launch_pattern(sim.device, weight->address(), 64, 7, sim.stream);
+    }
+    vbar::sim::Graph graph = sim.stream.end_capture();
+    CHECK(graph);
+    CHECK_EQ(bar.free_memory(UINT64_MAX).shortfall, vbar::Shortfall::all_pinned);
+
+    std::uint64_t wanted[8], found[8];
+    vbar::sim::pattern(wanted, sizeof wanted, 7);
+    for (const std::uint64_t seed : {1, 2}) {
+        vbar::sim::launch_pattern(sim.device, address, 64, seed, sim.stream);
+        graph.launch(sim.stream);
+        sim.stream.synchronize();
+        sim.control.peek(address, found, sizeof found);
+        CHECK(std::equal(std::begin(wanted), std::end(wanted), found));
+    }
+
+    const vbar::sim::Graph moved = std::move(graph);
+    CHECK(!graph && moved);
+    CHECK_THROWS(stale_handle, graph.launch(sim.stream));
+    graph = vbar::sim::Graph(sim.device.get(), VbarSimGraph{});
+    // A wait within a capture breaks it.
+    sim.stream.begin_capture(vbar::sim::CaptureMode::this_thread);
+    CHECK_THROWS(driver, sim.stream.synchronize());
+    CHECK_SAYS(CHECK_THROWS(driver, sim.stream.end_capture()), "INVALIDATED");
+}
+
+TEST(a_graph_that_ended_lets_its_pages_go) {
+    Sim sim(8);
+    const vbar::Bar bar = sim.device.create_bar(PAGE);
+    { CHECK(bar.fault(0, PAGE, sim.stream)); }
+    sim.stream.begin_capture();
+    { CHECK(bar.fault(0, PAGE, sim.stream)); }
+    { const vbar::sim::Graph graph = sim.stream.end_capture(); }
+    // A thread of the driver tells the library.
+    while (bar.residency(0, 1)[0].pin_count != 0) {
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+    CHECK_EQ(bar.free_memory(UINT64_MAX).bytes, PAGE);
+}
+
 TEST(a_wait_times_out) {
     vbar::DeviceOptions options = check::small(8);
     options.wait_timeout = std::chrono::milliseconds(20);

@@ -242,7 +242,7 @@ TEST(residency_ranks_and_marks) {
     bar.set_class(-3);
     bar.set_floor(1);
     bar.deprioritise();
-    CHECK(bar.info().class_ == -3 && bar.info().floor == 1);
+    CHECK(bar.info().priority_class == -3 && bar.info().floor == 1);
     CHECK_EQ(bar.free_memory(UINT64_MAX).shortfall, vbar::Shortfall::at_floor);
     bar.end_of_run(sim.stream);
     bar.set_watermark(1);

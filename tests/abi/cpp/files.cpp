@@ -46,6 +46,8 @@ TEST(a_model_tells_its_table) {
     CHECK(weight.index == 1 && weight.dtype == Dtype::f32 && weight.bytes == 32768);
     CHECK(weight.shape.size() == 2 && weight.shape[0] == 64 && weight.shape[1] == 128);
     CHECK(weight.file == 0 && weight.file_offset > 8);
+    CHECK_EQ(std::string(model.file(weight.file)), path);
+    CHECK_THROWS(invalid_argument, model.file(1));
     const vbar::Tensor scale = model.tensor("scale");
     CHECK(scale.shape.empty() && scale.dtype == Dtype::u8 && scale.bytes == 1);
     const vbar::BarView bar = model.bar();
@@ -73,6 +75,7 @@ TEST(a_faulted_tensor_has_the_files_bytes) {
         CHECK_EQ(sim.sum(two->address(), two->bytes()), check::sum(pattern(1000, 2)));
     }
     CHECK(model.bar().free_memory(UINT64_MAX).bytes > 0);
+    CHECK_SAYS(CHECK_THROWS(invalid_argument, model.bar().set_watermark(1)), "no watermark");
     auto again = model.fault(weight, sim.stream);
     CHECK_EQ(again->address(), weight.address);
     CHECK_EQ(sim.sum(again->address(), again->bytes()), check::sum(pattern(32768, 1)));

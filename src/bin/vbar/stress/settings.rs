@@ -58,7 +58,8 @@ impl Worker<'_> {
         let (number, vbar) = self.any_vbar();
         let (is_floor, pages) = (self.choice.one_in(2), self.pages(16) as u32);
         self.tell(|| format!("marks of VBAR {number}: floor {is_floor}, {pages} pages"));
-        if is_floor {
+        // A bound VBAR, the last, has no watermark.
+        if is_floor || number == BARE_COUNT {
             return vbar.set_floor(pages % (FLOOR_MAX + 1));
         }
         vbar.set_watermark(pages)
