@@ -9,6 +9,7 @@
 mod notes;
 mod plan;
 mod runner;
+mod samples;
 
 use std::mem::ManuallyDrop;
 use std::ops::ControlFlow;
@@ -22,10 +23,13 @@ use crate::memory::pager::{Follow, Pager};
 use crate::model::schedule::Span;
 use crate::process;
 use crate::sync::Mutex;
+use crate::sync::device::Device;
 use crate::sync::wait::set_wait_check;
+use crate::units::Stream;
 
-use notes::{Note, Notes, Taken};
+use notes::{Closed, Note, Notes, Taken};
 use runner::Runner;
+use samples::Samples;
 
 pub use runner::EngineNumbers;
 
@@ -43,6 +47,7 @@ pub struct Engine {
 struct Work {
     notes: Notes,
     runner: Mutex<Runner>,
+    samples: Samples,
     numbers: Mutex<EngineNumbers>,
 }
 
@@ -69,27 +74,32 @@ impl Engine {
         let (work, pager) = (Arc::clone(&self.work), Arc::downgrade(pager));
         let spawned = process::spawn(NAME, move || run(&pager, &work));
         let handle = spawned.map_err(|error| {
-            self.work.notes.close();
+            let _ = self.work.notes.close();
             Error::io(format_args!("the thread '{NAME}'"), &error)
         })?;
         *thread = Some(ManuallyDrop::new(handle));
         Ok(())
     }
 
-    /// Stops the thread and waits for its end. Plans are void afterwards.
-    pub fn stop(&self) {
+    /// Ends the engine, its thread too where it has one, and waits for that. Plans are void
+    /// afterwards.
+    pub fn stop(&self, pager: &Pager) {
         // A forked child has no such thread; at exit it ends by itself.
         if process::ending() {
             return;
         }
-        let Some(handle) = self.thread.lock().take() else { return };
-        let handle = ManuallyDrop::into_inner(handle);
-        self.work.notes.close();
-        // On the thread itself when what it did dropped the last runtime: it ends after this.
-        let own = handle.thread().id() == std::thread::current().id();
-        if !own && handle.join().is_err() {
-            log::error!("the thread '{NAME}' has panicked");
+        let handle = self.thread.lock().take();
+        if self.work.notes.close() == Closed::Before {
+            return;
         }
+        if let Some(handle) = handle.map(ManuallyDrop::into_inner) {
+            // On the thread itself when what it did dropped the last runtime: it ends after this.
+            let own = handle.thread().id() == std::thread::current().id();
+            if !own && handle.join().is_err() {
+                log::error!("the thread '{NAME}' has panicked");
+            }
+        }
+        self.work.end(pager);
     }
 
     /// Takes notes without a thread: they are worked on by [`Engine::drive`] only. For tests that
@@ -130,11 +140,16 @@ impl Engine {
 }
 
 impl Follow for Engine {
-    fn faulted(&self, spans: &[Span]) {
+    fn faulted(&self, device: &Device, spans: &[Span], stream: Stream) {
+        if self.work.notes.is_closed() {
+            return;
+        }
+        self.work.samples.begin(device, spans, stream);
         self.work.notes.add(Note::Faulted(spans.to_vec()));
     }
 
-    fn unpinned(&self, span: Span) {
+    fn unpinned(&self, device: &Device, span: Span) {
+        self.work.samples.end(device, span);
         self.work.notes.add(Note::Unpinned(span));
     }
 
@@ -144,10 +159,23 @@ impl Follow for Engine {
 }
 
 impl Work {
+    /// Nobody works on from here.
+    fn end(&self, pager: &Pager) {
+        // Not free where a runtime ends on the engine's own thread, which then plans no more.
+        if let Some(mut runner) = self.runner.try_lock() {
+            runner.restart(pager);
+        }
+        self.samples.close(pager);
+    }
+
     /// Works on what was taken. Returns how long to wait for more.
     fn step(&self, pager: &Pager, taken: Taken) -> Result<Duration> {
         let mut runner = self.runner.lock();
+        for sample in self.samples.take(pager) {
+            runner.sample(&sample);
+        }
         let done = runner.work(pager, taken, &self.notes);
+        self.samples.want(runner.wants_samples());
         let recovered = done.or_else(|error| match error.code() {
             ErrorCode::DeviceLost | ErrorCode::ProcessEnding => Err(error),
             _ => {
@@ -178,8 +206,5 @@ fn run(pager: &Weak<Pager>, work: &Arc<Work>) {
             Ok(Err(_)) => return,
             Err(_) => log::error!("the thread '{NAME}' has caught a panic"),
         }
-    }
-    if let Some(pager) = pager.upgrade() {
-        work.runner.lock().restart(&pager);
     }
 }

@@ -3,6 +3,7 @@
 //! Owns the wiring (driver, context, pager) and one registry for the process: opening a device
 //! again gives the same runtime. Makes no decision and holds no page.
 
+mod ahead;
 mod allocation;
 mod bar;
 mod model;
@@ -12,7 +13,7 @@ mod statistics;
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
-use crate::copy::engine::{Engine, EngineNumbers};
+use crate::copy::engine::Engine;
 use crate::driver::{DeviceAttribute, Driver, DriverCode};
 use crate::error::{Error, ErrorCode, Result};
 use crate::memory::pager::{
@@ -332,7 +333,7 @@ impl Runtime {
         process::check()?;
         match threads {
             Threads::Off => {
-                self.inner.engine.stop();
+                self.inner.engine.stop(self.pager());
                 self.inner.housekeeping.stop();
             }
             Threads::On => {
@@ -365,27 +366,6 @@ impl Runtime {
     #[must_use]
     pub fn statistics(&self) -> Statistics {
         Statistics::of(self.pager())
-    }
-
-    /// What the streaming engine knows and does; all 0 without threads.
-    #[must_use]
-    pub fn engine_numbers(&self) -> EngineNumbers {
-        self.inner.engine.numbers()
-    }
-
-    /// Lets the streaming engine take notes without a thread; see [`Runtime::drive_engine`].
-    #[doc(hidden)]
-    pub fn open_engine_by_hand(&self) {
-        self.inner.engine.open_by_hand();
-    }
-
-    /// Lets the streaming engine do on this thread what there is to do: for tests that say when.
-    ///
-    /// # Errors
-    /// `DeviceLost`, `ProcessEnding`.
-    #[doc(hidden)]
-    pub fn drive_engine(&self) -> Result<()> {
-        self.inner.engine.drive(self.pager())
     }
 
     /// The device's ordinal.
@@ -423,7 +403,7 @@ impl Runtime {
 
 impl Drop for Inner {
     fn drop(&mut self) {
-        self.engine.stop();
+        self.engine.stop(&self.pager);
         self.housekeeping.stop();
         let closed = self.pager.close();
         let device = &self.pager.device;

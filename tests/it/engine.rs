@@ -5,10 +5,11 @@ use std::path::Path;
 use std::time::Duration;
 
 use tempfile::TempDir;
+use vbar::driver::Driver;
 use vbar::model::synth::{synthesize, tensor_seed};
 use vbar::options::{Eviction, Threads};
 use vbar::units::DeviceAddress;
-use vbar::{Fault, ModelBar, RuntimeOptions};
+use vbar::{ErrorCode, Fault, ModelBar, RuntimeOptions};
 
 use crate::world::{P, ROOMY, World, budget_options, pattern_sum};
 
@@ -167,6 +168,8 @@ fn the_plan_follows_the_budget_down_and_up() {
     }
     for pages in [20, 32, 12, 40] {
         bench.world.runtime.set_budget(Some(pages * P)).unwrap();
+        bench.world.sim.stream_synchronize(bench.world.stream).unwrap();
+        bench.world.runtime.refresh().unwrap();
         bench.world.runtime.drive_engine().unwrap();
         assert!(bench.world.used() <= pages);
         for _ in 0..2 {
@@ -205,7 +208,7 @@ fn when_everything_fits_the_engine_has_nothing_to_do() {
 
 #[test]
 fn a_model_that_is_closed_is_forgotten() {
-    let mut bench = Bench::new(&[24, 24], budget_options(24));
+    let mut bench = Bench::new(&[24, 24], budget_options(18));
     for _ in 0..3 {
         bench.pass(0);
         bench.pass(1);
@@ -233,4 +236,30 @@ fn with_a_thread_of_its_own_no_byte_is_wrong() {
         assert!(bench.world.runtime.engine_numbers().plans > 0);
         bench.check_shut();
     }
+}
+
+#[test]
+fn a_hint_makes_the_second_layer_be_there_and_a_wish_comes_true() {
+    let mut bench = Bench::new(&[48], budget_options(24));
+    let count = bench.bars[0].model().tensors().len();
+    // Any order; the first fault is the first of it.
+    let order: Vec<usize> = (0..count).map(|at| at * 7 % count).collect();
+    bench.bars[0].schedule_hint(&order).unwrap();
+    bench.world.runtime.drive_engine().unwrap();
+    let misses = bench.misses();
+    order.iter().take(5).for_each(|tensor| bench.touch(0, *tensor));
+    assert_eq!(bench.misses(), misses);
+    bench.check();
+
+    let mut bench = Bench::new(&[48], budget_options(24));
+    bench.bars[0].prefetch(9).unwrap();
+    bench.world.runtime.drive_engine().unwrap();
+    let misses = bench.misses();
+    bench.touch(0, 9);
+    assert_eq!(bench.misses(), misses);
+    let bare = bench.world.vbar(2);
+    assert_eq!(bare.prefetch(0..P).unwrap_err().code(), ErrorCode::InvalidArgument);
+    bench.check();
+    drop(bare);
+    bench.check_shut();
 }

@@ -7,10 +7,12 @@
 use std::time::Duration;
 
 use crate::model::schedule::Span;
-use crate::sync::{Acquire, AtomicBool, Condvar, Mutex, Release};
+use crate::sync::{AcqRel, Acquire, AtomicBool, Condvar, Mutex, Release};
 
 /// Notes that there is room for.
 const NOTES_MAX: usize = 1 << 16;
+/// Faults that may lie unread while the engine sleeps.
+const FAULTS_UNREAD: usize = 64;
 
 /// One event.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -25,6 +27,15 @@ pub(super) enum Note {
     Hint(Vec<Vec<Span>>),
     /// A span that the program will want.
     Prefetch(Span),
+}
+
+/// When notes were closed.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Closed {
+    /// Before the call.
+    Before,
+    /// By it.
+    Now,
 }
 
 /// What was left since the last time.
@@ -55,12 +66,13 @@ impl Notes {
         self.closed.store(false, Release);
     }
 
-    /// Takes no more notes, and wakes the engine up for the last time.
-    pub(super) fn close(&self) {
-        self.closed.store(true, Release);
+    /// Takes no more notes, and wakes the engine up for the last time. Returns what it was.
+    pub(super) fn close(&self) -> Closed {
+        let before = self.closed.swap(true, AcqRel);
         let mut taken = self.taken.lock();
         *taken = Taken::default();
         self.added.notify_all();
+        if before { Closed::Before } else { Closed::Now }
     }
 
     pub(super) fn add(&self, note: Note) {
@@ -72,9 +84,13 @@ impl Notes {
             taken.notes.clear();
             taken.overrun = true;
         }
+        // A fault by itself sets no frame free: the engine sleeps on until the unpin.
+        let wake = !matches!(note, Note::Faulted(_)) || taken.notes.len() >= FAULTS_UNREAD;
         taken.notes.push(note);
         drop(taken);
-        self.added.notify_one();
+        if wake {
+            self.added.notify_one();
+        }
     }
 
     /// Takes what there is, waiting for something at most `patience`. `None` when it is over.

@@ -65,6 +65,14 @@ pub struct Fetched {
     pub stop: Option<Stop>,
 }
 
+impl Fetched {
+    /// Whether the page that it stopped at cannot be had, and is to be passed over.
+    #[must_use]
+    pub fn is_passed_over(&self) -> bool {
+        matches!(self.stop, Some(Stop::Refused(_) | Stop::Closed))
+    }
+}
+
 /// What a fetch stopped at.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Stop {
@@ -181,6 +189,12 @@ impl Pager {
         let state = self.state.lock();
         let entry = state.bars.get(&number)?;
         (!entry.bar.is_closed()).then(|| Arc::clone(&entry.bar))
+    }
+
+    /// Class of a VBAR; that of a closed one is the lowest.
+    #[must_use]
+    pub fn class_of(&self, bar: &Bar) -> i32 {
+        self.state.lock().open(bar).map_or(i32::MIN, |entry| entry.rank.class)
     }
 
     /// Frames that the VBARs of these numbers can have together: what others hold is theirs.

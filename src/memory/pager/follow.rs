@@ -10,13 +10,15 @@ use std::sync::{Arc, Weak};
 use super::{Pager, Request};
 use crate::memory::vbar::Bar;
 use crate::model::schedule::{BarId, Span};
+use crate::sync::device::Device;
+use crate::units::Stream;
 
 /// One who follows uses.
 pub trait Follow: Send + Sync {
-    /// A fault has made these spans resident, all of them together.
-    fn faulted(&self, spans: &[Span]);
+    /// A fault for work on `stream` has made these spans resident, all of them together.
+    fn faulted(&self, device: &Device, spans: &[Span], stream: Stream);
     /// The pins of a span were given back.
-    fn unpinned(&self, span: Span);
+    fn unpinned(&self, device: &Device, span: Span);
     /// The VBAR of this number was closed.
     fn closed(&self, bar: u32);
 }
@@ -34,21 +36,21 @@ impl Pager {
     }
 
     #[cold]
-    pub(super) fn tell_fault(&self, requests: &[Request<'_>]) {
+    pub(super) fn tell_fault(&self, requests: &[Request<'_>], stream: Stream) {
         let Some(follower) = self.follower() else { return };
         let followed = requests.iter().filter(|request| self.is_followed(request.bar));
         let span = |request: &Request<'_>| span_of(request.bar, &request.pages);
         let spans: Vec<Span> =
             followed.filter(|request| !request.pages.is_empty()).map(span).collect();
         if !spans.is_empty() {
-            follower.faulted(&spans);
+            follower.faulted(&self.device, &spans, stream);
         }
     }
 
     #[cold]
     pub(super) fn tell_unpin(&self, bar: &Bar, pages: &Range<u32>) {
         if let Some(follower) = self.follower() {
-            follower.unpinned(span_of(bar, pages));
+            follower.unpinned(&self.device, span_of(bar, pages));
         }
     }
 

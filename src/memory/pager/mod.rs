@@ -141,7 +141,7 @@ impl Pager {
         match self.plain_hit(bar, pages, stream) {
             Ok(Some(hit)) => {
                 if self.is_followed(bar) {
-                    self.tell_fault(&[Request { bar, pages: pages.clone() }]);
+                    self.tell_fault(&[Request { bar, pages: pages.clone() }], stream);
                 }
                 Ok(Some(hit))
             }
@@ -211,7 +211,7 @@ impl Pager {
             }
             self.device.counters.hits.raise();
             if self.is_followed(bar) {
-                self.tell_fault(&[Request { bar, pages }]);
+                self.tell_fault(&[Request { bar, pages }], stream);
             }
             return Ok(Faulted::Resident(hold));
         }
@@ -369,7 +369,7 @@ impl Pager {
     fn fault_slowly(&self, requests: &[Request<'_>], stream: Stream) -> Result<Faulted<Vec<Hold>>> {
         let faulted = self.serve(requests, stream);
         if matches!(faulted, Ok(Faulted::Resident(_))) && self.device.fences.is_eager() {
-            self.tell_fault(requests);
+            self.tell_fault(requests, stream);
         }
         // What the request had claimed or protected kept a VBAR that was closed meanwhile; what it
         // pinned still does.

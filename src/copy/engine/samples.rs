@@ -1,0 +1,139 @@
+//! How long the device computes on what a fault brought: sampled by events around it.
+//!
+//! One event on the program's stream when a fault returns, behind the wait for its bytes, and one
+//! at the unpin. Both are made by the program's own calls, on the streams that it names, while
+//! samples are wanted; the engine asks for the times when the device has come by. A sample that
+//! cannot be had is left out: it costs a worse plan and nothing else.
+
+use std::collections::{HashMap, VecDeque};
+
+use crate::driver::{CaptureState, DriverCode, Event};
+use crate::error::Result;
+use crate::memory::pager::Pager;
+use crate::model::schedule::Span;
+use crate::sync::device::Device;
+use crate::sync::{Acquire, AtomicBool, Mutex, Release};
+use crate::units::Stream;
+
+/// Samples under way at a time; past it none are begun.
+const PENDING_MAX: usize = 512;
+
+/// Spans of a fault, and the device's time from its return to its unpin.
+pub(super) struct Sample {
+    pub(super) spans: Vec<Span>,
+    pub(super) compute_ns: u64,
+}
+
+struct Pending {
+    spans: Vec<Span>,
+    start: Event,
+    end: Event,
+}
+
+#[derive(Default)]
+struct Books {
+    free: Vec<Event>,
+    /// Faulted and not unpinned, by the first of their spans.
+    open: HashMap<Span, (Vec<Span>, Event, Stream)>,
+    /// Both events are recorded, oldest first.
+    pending: VecDeque<Pending>,
+}
+
+/// See the module's text.
+#[derive(Default)]
+pub(super) struct Samples {
+    wanted: AtomicBool,
+    books: Mutex<Books>,
+}
+
+impl Samples {
+    /// Whether samples are to be taken from now on.
+    pub(super) fn want(&self, wanted: bool) {
+        if self.wanted.load(Acquire) != wanted {
+            self.wanted.store(wanted, Release);
+        }
+    }
+
+    /// A fault has returned.
+    pub(super) fn begin(&self, device: &Device, spans: &[Span], stream: Stream) {
+        if !self.wanted.load(Acquire) || stream.is_none() {
+            return;
+        }
+        let mut books = self.books.lock();
+        let key = spans[0];
+        if books.pending.len() + books.open.len() >= PENDING_MAX || books.open.contains_key(&key) {
+            return;
+        }
+        if let Ok(start) = record(device, &mut books.free, stream) {
+            books.open.insert(key, (spans.to_vec(), start, stream));
+        }
+    }
+
+    /// The pins of a span were given back.
+    pub(super) fn end(&self, device: &Device, span: Span) {
+        if !self.wanted.load(Acquire) {
+            return;
+        }
+        let mut books = self.books.lock();
+        let Some((spans, start, stream)) = books.open.remove(&span) else { return };
+        match record(device, &mut books.free, stream) {
+            Ok(end) => books.pending.push_back(Pending { spans, start, end }),
+            Err(_) => books.free.push(start),
+        }
+    }
+
+    /// The samples whose events have passed.
+    pub(super) fn take(&self, pager: &Pager) -> Vec<Sample> {
+        let mut books = self.books.lock();
+        let mut taken = Vec::new();
+        if books.pending.is_empty() {
+            return taken;
+        }
+        let Ok(_scope) = pager.device.enter() else { return taken };
+        while let Some(first) = books.pending.front() {
+            let elapsed = pager.device.driver.event_elapsed(first.start, first.end);
+            if elapsed.as_ref().is_err_and(|error| error.code == DriverCode::NOT_READY) {
+                break;
+            }
+            let Some(Pending { spans, start, end }) = books.pending.pop_front() else { break };
+            books.free.extend([start, end]);
+            if let Ok(elapsed) = elapsed {
+                let compute_ns = u64::try_from(elapsed.as_nanos()).unwrap_or(u64::MAX);
+                taken.push(Sample { spans, compute_ns });
+            }
+        }
+        taken
+    }
+
+    /// Gives all events back to the driver; the engine has ended.
+    pub(super) fn close(&self, pager: &Pager) {
+        self.want(false);
+        let mut books = std::mem::take(&mut *self.books.lock());
+        let Ok(_scope) = pager.device.enter() else { return };
+        let open = books.open.drain().map(|(_, (_, start, _))| start);
+        let pending = books.pending.drain(..).flat_map(|entry| [entry.start, entry.end]);
+        for event in books.free.drain(..).chain(open).chain(pending) {
+            if let Err(error) = pager.device.driver.event_destroy(event) {
+                log::warn!("an event of a sample stays: {error}");
+            }
+        }
+    }
+}
+
+/// Records a timed event on a stream that is not being captured.
+fn record(device: &Device, free: &mut Vec<Event>, stream: Stream) -> Result<Event> {
+    let _scope = device.enter()?;
+    if device.capture_state(stream)? != CaptureState::None {
+        let text = "the stream is being captured";
+        return Err(crate::error::Error::new(crate::error::ErrorCode::Unsupported, text));
+    }
+    let event = match free.pop() {
+        Some(event) => event,
+        None => device.driver.event_create_timed()?,
+    };
+    if let Err(error) = device.driver.event_record(event, stream) {
+        free.push(event);
+        return Err(error.into());
+    }
+    Ok(event)
+}

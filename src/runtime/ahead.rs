@@ -1,0 +1,104 @@
+//! What a program can tell the streaming engine: the order of its faults, and single wishes.
+//!
+//! Advice only: it brings pages in earlier and never makes a fault fail. Without threads
+//! ([`Threads::On`](crate::options::Threads)) there is no engine, and nothing comes of it.
+
+use std::ops::Range;
+
+use super::{ModelBar, Runtime, Vbar};
+use crate::copy::engine::EngineNumbers;
+use crate::error::{Error, ErrorCode, Result};
+use crate::model::schedule::{BarId, Span};
+
+impl Runtime {
+    /// Says in which order the program will fault: each step is what one fault, or one
+    /// `fault_many`, makes resident together, in bytes of bound VBARs; behind the last step comes
+    /// the first again. It is believed until the program does something else. Not needed: an order
+    /// is learned from its first pass.
+    ///
+    /// # Errors
+    /// `InvalidArgument` for a range outside its VBAR, a VBAR that is not bound, or one of another
+    /// runtime; `Closed`.
+    pub fn schedule_hint(&self, steps: &[Vec<(&Vbar, Range<u64>)>]) -> Result<()> {
+        let mut order = Vec::with_capacity(steps.len());
+        for step in steps {
+            let spans = step.iter().map(|(vbar, bytes)| self.span_of(vbar, bytes));
+            order.push(spans.collect::<Result<Vec<Span>>>()?);
+        }
+        self.inner.engine.hint(order);
+        Ok(())
+    }
+
+    fn span_of(&self, vbar: &Vbar, bytes: &Range<u64>) -> Result<Span> {
+        if !std::sync::Arc::ptr_eq(&vbar.runtime().inner, &self.inner) {
+            return Err(Error::new(ErrorCode::InvalidArgument, "a VBAR of another runtime"));
+        }
+        vbar.bar().check_open()?;
+        if vbar.bar().bound().is_none() {
+            let text = "only a bound VBAR can be filled ahead of need";
+            return Err(Error::new(ErrorCode::InvalidArgument, text));
+        }
+        Ok(Span::new(BarId(vbar.bar().id), vbar.bar().pages_of(bytes)?))
+    }
+
+    /// What the streaming engine knows and does; all 0 without threads.
+    #[must_use]
+    pub fn engine_numbers(&self) -> EngineNumbers {
+        self.inner.engine.numbers()
+    }
+
+    /// Lets the streaming engine take notes without a thread; see [`Runtime::drive_engine`].
+    #[doc(hidden)]
+    pub fn open_engine_by_hand(&self) {
+        self.inner.engine.open_by_hand();
+    }
+
+    /// Lets the streaming engine do on this thread what there is to do: for tests that say when.
+    ///
+    /// # Errors
+    /// `DeviceLost`, `ProcessEnding`.
+    #[doc(hidden)]
+    pub fn drive_engine(&self) -> Result<()> {
+        self.inner.engine.drive(self.pager())
+    }
+}
+
+impl Vbar {
+    /// Says that a byte range of a bound VBAR will be wanted soon, once. It is brought in as far as
+    /// there are frames that nothing needs earlier.
+    ///
+    /// # Errors
+    /// `InvalidArgument` for a range outside the VBAR, or a VBAR that is not bound; `Closed`.
+    pub fn prefetch(&self, bytes: Range<u64>) -> Result<()> {
+        let span = self.runtime().span_of(self, &bytes)?;
+        self.runtime().inner.engine.prefetch(span);
+        Ok(())
+    }
+}
+
+impl ModelBar {
+    /// Says that a tensor will be wanted soon; see [`Vbar::prefetch`].
+    ///
+    /// # Errors
+    /// As there.
+    ///
+    /// # Panics
+    /// For an index that the model does not have.
+    pub fn prefetch(&self, tensor: usize) -> Result<()> {
+        self.vbar().prefetch(self.place(tensor))
+    }
+
+    /// Says in which order the program will fault the model's tensors, one by one; see
+    /// [`Runtime::schedule_hint`].
+    ///
+    /// # Errors
+    /// As there.
+    ///
+    /// # Panics
+    /// For an index that the model does not have.
+    pub fn schedule_hint(&self, order: &[usize]) -> Result<()> {
+        let steps: Vec<_> =
+            order.iter().map(|tensor| vec![(self.vbar(), self.place(*tensor))]).collect();
+        self.vbar().runtime().schedule_hint(&steps)
+    }
+}
