@@ -21,8 +21,8 @@
 //! 5  memory/{pager, pins}    the one place where pages change hands
 //! 4  memory/{vbar, space, frames}                   copy/{staging, fill}
 //! 3  sync/{fence, context, device, wait, clock}     host: files, page-locked memory
-//! 2  memory/{page_table, policy, budget}  model/{binding, schedule}  copy/ring
-//!    host/{safetensors, allowance}                                                     pure
+//! 2  memory/{page_table, policy, budget}  model/{binding, schedule, placement, policy_model}
+//!    copy/ring  host/{safetensors, allowance}                                          pure
 //! 1  driver/{cuda, sim}      the door
 //! 0  units  error  names  options  outcome  counters  process  slots  sync/ticket  driver/code
 //! ```

@@ -27,6 +27,8 @@ const ROWS: &[(&str, u32)] = &[
     ("model/binding", 2),
     ("model/schedule", 2),
     ("copy/course", 2),
+    ("model/placement", 2),
+    ("model/policy_model", 2),
     ("copy/ring", 2),
     ("host/safetensors", 2),
     ("host/allowance", 2),

@@ -172,6 +172,14 @@ impl Schedule {
         self.steps.sample(step, compute_ns);
     }
 
+    /// The step with these spans, if the history has it.
+    #[must_use]
+    pub fn step_of(&self, spans: &[Span]) -> Option<StepId> {
+        let mut joined = Vec::new();
+        span::join(spans, &mut joined);
+        self.steps.find(&joined)
+    }
+
     /// Compute time of a step in nanoseconds, smoothed; `None` before its first sample.
     #[must_use]
     pub fn compute_ns(&self, step: StepId) -> Option<u64> {

@@ -51,6 +51,11 @@ impl StepTable {
         step
     }
 
+    /// The number of a step that is known.
+    pub(super) fn find(&self, spans: &[Span]) -> Option<StepId> {
+        self.numbers.get(spans).copied()
+    }
+
     /// The history has it once more.
     pub(super) fn hold(&mut self, step: StepId) {
         if let Some(record) = self.record_mut(step) {

@@ -24,6 +24,10 @@ fn play(schedule: &mut Schedule, steps: &[Span]) -> Vec<Verdict> {
     steps.iter().map(|span| schedule.record(&[*span]).unwrap().verdict).collect()
 }
 
+fn hint(schedule: &mut Schedule, steps: &[Span]) {
+    schedule.hint(steps.iter().map(std::slice::from_ref));
+}
+
 fn wrong(verdicts: &[Verdict]) -> usize {
     verdicts.iter().filter(|verdict| **verdict != Verdict::Predicted).count()
 }
@@ -195,15 +199,15 @@ fn a_weight_that_comes_twice_is_told_by_what_came_before() {
 #[test]
 fn a_hint_is_believed_before_the_first_pass() {
     let (mut schedule, order) = (Schedule::default(), pass(0, 50));
-    schedule.hint(order.iter().map(std::slice::from_ref));
+    hint(&mut schedule, &order);
     check_upcoming(&schedule, &order.repeat(2));
     check_cycle(&schedule, &order);
     assert_eq!(wrong(&play(&mut schedule, &order.repeat(3))), 0);
     // And over what was learned.
     let reversed: Vec<_> = order.iter().rev().copied().collect();
-    schedule.hint(reversed.iter().map(std::slice::from_ref));
+    hint(&mut schedule, &reversed);
     assert_eq!(wrong(&play(&mut schedule, &reversed.repeat(2))), 0);
-    schedule.hint([]);
+    hint(&mut schedule, &[]);
     check_upcoming(&schedule, &reversed);
 }
 
@@ -314,7 +318,7 @@ proptest! {
             for (bar, index, kind) in &steps {
                 match kind {
                     0 if *index == 0 => schedule.forget(BarId(*bar)),
-                    1 if *index < 2 => schedule.hint(pass(*bar, *index + 3).iter().map(std::slice::from_ref)),
+                    1 if *index < 2 => hint(&mut schedule, &pass(*bar, *index + 3)),
                     _ => answers.push(schedule.record(&[step(*bar, *index)]).unwrap().verdict),
                 }
                 let (held, spans) = schedule.held();
