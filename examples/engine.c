@@ -3,7 +3,7 @@
  *
  *     cc -std=c11 engine.c -o engine $(pkg-config --cflags --libs vbar) -ldl
  *     ./engine                         a model of its own, 34 MiB, in 10 MiB
- *     ./engine MODEL [BUDGET_MIB]      a safetensors file, in half of its size
+ *     ./engine MODEL [BUDGET_MIB]      a safetensors model, in half of its size
  *
  * Two sequences run through all layers, pass after pass, each on a stream of its own. Before a
  * layer is launched its weight is faulted for the stream: it is resident (its device address never
@@ -43,6 +43,7 @@ struct layer {
     uint64_t address; /* on the device; it never changes */
     uint64_t bytes;
     uint64_t file_offset;
+    uint32_t file;
 };
 
 struct sequence {
@@ -57,7 +58,7 @@ struct engine {
     const struct compute *compute;
     VbarModel model;
     VbarBar model_bar;
-    int file;
+    int *files; /* descriptors of the model's files, for the host's copies */
     struct layer *layers;
     uint64_t layer_count;
     unsigned char *host_weight; /* room for the largest layer */
@@ -358,17 +359,19 @@ static int write_own_model(void) {
 }
 
 static void load_model(struct engine *engine, const char *path) {
-    if (path) {
-        engine->file = open(path, O_RDONLY);
-        VBAR(vbar_model_open(engine->device, path, &engine->model));
-    } else {
-        engine->file = write_own_model();
-        VBAR(vbar_model_open_descriptor(engine->device, engine->file, "its own model",
-                                        &engine->model));
-    }
+    int own = path ? -1 : write_own_model();
+    if (path) VBAR(vbar_model_open(engine->device, path, &engine->model));
+    else VBAR(vbar_model_open_descriptor(engine->device, own, "its own", &engine->model));
     VbarModelInfo info = {.size = sizeof info};
     VBAR(vbar_model_info(engine->model, &info));
-    if (info.file_count != 1) die(path, "this example takes a model of one file");
+    engine->files = calloc(info.file_count, sizeof *engine->files);
+    if (!engine->files) die("files", "no memory");
+    for (uint32_t file = 0; file < info.file_count; file++) {
+        const char *name; /* none of a model that was opened by descriptor */
+        VBAR(vbar_model_file(engine->model, file, &name));
+        engine->files[file] = name ? open(name, O_RDONLY) : own;
+        if (engine->files[file] < 0) die(name, "it cannot be opened");
+    }
     engine->model_bar = info.bar;
     engine->layer_count = info.tensor_count;
     engine->layers = calloc(info.tensor_count, sizeof *engine->layers);
@@ -378,7 +381,7 @@ static void load_model(struct engine *engine, const char *path) {
         VbarTensor tensor = {.size = sizeof tensor};
         VBAR(vbar_model_tensor(engine->model, index, &tensor));
         engine->layers[index] = (struct layer){tensor.name, tensor.address, tensor.bytes,
-                                               tensor.file_offset};
+                                               tensor.file_offset, tensor.file};
         if (tensor.bytes > bytes_max) bytes_max = tensor.bytes;
     }
     engine->host_weight = malloc(bytes_max);
@@ -390,8 +393,8 @@ static void load_model(struct engine *engine, const char *path) {
 /* A layer's bytes for the host; another engine has a mapping of the file, or quantised copies. */
 static const unsigned char *read_weight(struct engine *engine, const struct layer *layer) {
     for (uint64_t done = 0; done < layer->bytes;) {
-        ssize_t got = pread(engine->file, engine->host_weight + done, layer->bytes - done,
-                            (off_t)(layer->file_offset + done));
+        ssize_t got = pread(engine->files[layer->file], engine->host_weight + done,
+                            layer->bytes - done, (off_t)(layer->file_offset + done));
         if (got <= 0) die(layer->name, "the file cannot be read");
         done += (uint64_t)got;
     }
@@ -520,6 +523,7 @@ static void close_engine(struct engine *engine) {
     VBAR(vbar_bar_destroy_wait(engine->state_bar));
     VBAR(vbar_device_close(engine->device));
     free(engine->host_weight);
+    free(engine->files);
     free(engine->layers);
 }
 

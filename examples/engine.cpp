@@ -2,7 +2,7 @@
 //
 //     c++ -std=c++17 engine.cpp -o engine $(pkg-config --cflags --libs vbar) -ldl
 //     ./engine                         a model of its own, 34 MiB, in 10 MiB
-//     ./engine MODEL [BUDGET_MIB]      a safetensors file, in half of its size
+//     ./engine MODEL [BUDGET_MIB]      a safetensors model, in half of its size
 //     ./engine --driver cuda:1 ...     that device; else VBAR_DRIVER says which, else a GPU where
 //                                      there is one, else the simulated device
 //
@@ -313,13 +313,19 @@ File write_own_model() {
 // quantised copies.
 class Weights {
 public:
-    Weights(const vbar::Device &device, const char *path)
-        : file_(path ? File(std::fopen(path, "rb"), std::fclose) : write_own_model()) {
-        if (!file_) throw std::runtime_error(std::string(path) + " cannot be opened");
-        model_ = path ? device.open_model(path)
-                      : device.open_model(fileno(file_.get()), "its own model");
+    Weights(const vbar::Device &device, const char *path) {
+        if (path) {
+            model_ = device.open_model(path);
+        } else {
+            files_.push_back(write_own_model());
+            model_ = device.open_model(fileno(files_[0].get()), "its own model");
+        }
         const VbarModelInfo info = model_.info();
-        if (info.file_count != 1) throw std::runtime_error("a model of one file is expected");
+        while (files_.size() < info.file_count) {
+            const char *name = model_.file(static_cast<std::uint32_t>(files_.size()));
+            files_.emplace_back(std::fopen(name, "rb"), std::fclose);
+            if (!files_.back()) throw std::runtime_error(std::string(name) + " cannot be opened");
+        }
         total_bytes_ = info.total_bytes;
         std::uint64_t bytes_max = 0;
         for (std::uint64_t index = 0; index < info.tensor_count; index++) {
@@ -338,8 +344,8 @@ public:
         char *target = reinterpret_cast<char *>(buffer_.data());
         for (std::uint64_t done = 0; done < layer.bytes;) {
             const auto place = static_cast<off_t>(layer.file_offset + done);
-            const ssize_t got =
-                pread(fileno(file_.get()), target + done, layer.bytes - done, place);
+            const int file = fileno(files_[layer.file].get());
+            const ssize_t got = pread(file, target + done, layer.bytes - done, place);
             if (got <= 0) {
                 throw std::runtime_error(std::string(layer.name) + ": the file cannot be read");
             }
@@ -349,7 +355,7 @@ public:
     }
 
 private:
-    File file_;
+    std::vector<File> files_;
     vbar::Model model_;
     std::vector<vbar::Tensor> layers_;
     std::uint64_t total_bytes_ = 0;

@@ -4,6 +4,8 @@ import sys
 
 import vbar
 
+if len(sys.argv) != 2:
+    sys.exit("usage: smallest.py MODEL")
 with vbar.Device("auto", budget="4G") as device, device.open_model(sys.argv[1]) as model:
     # Every tensor has an address that never changes. Nothing is in device memory yet.
     for name in model:

@@ -1,48 +1,29 @@
-//! The smallest whole program: a weight in a VBAR, written once, read until it is evicted.
-//!
-//! `cargo run --example smallest` runs on a GPU where there is one, else on the simulated device.
+//! The smallest whole program: every weight of a model, one after the other, in 4 GiB.
 
-use vbar::driver::KernelCall;
+use std::path::Path;
+
 use vbar::driver::select::{Selection, open};
-use vbar::units::MIB;
-use vbar::{AllocationFault, Runtime, RuntimeOptions};
+use vbar::units::Stream;
+use vbar::{Fault, Runtime, RuntimeOptions};
 
-fn main() -> vbar::Result<()> {
+fn main() -> Result<(), Box<dyn std::error::Error>> {
+    let path = std::env::args_os().nth(1).ok_or("usage: smallest MODEL")?;
+    // A GPU where there is one, else the simulated device.
     let chosen = open(&Selection::Auto)?;
-    let runtime = Runtime::open(chosen.driver, chosen.device, RuntimeOptions::default())?;
-    let driver = &runtime.device().driver;
-    driver.ctx_set_current(Some(runtime.device().context))?;
-    driver.module_load()?;
-    let stream = driver.stream_create()?;
+    let options = RuntimeOptions { budget_bytes: Some(4 << 30), ..RuntimeOptions::default() };
+    let runtime = Runtime::open(chosen.driver, chosen.device, options)?;
 
-    // Addresses for 64 GiB; memory comes when a weight is faulted.
-    let vbar = runtime.create_bar(64 << 30)?;
-    let weight = vbar.allocate(100 * MIB)?;
-    for step in 1..=3 {
-        let guard = match weight.fault(stream)? {
-            AllocationFault::Resident(guard) => guard,
-            AllocationFault::Refill(fill) => {
-                println!("step {step}: the bytes must be written");
-                let (target, bytes) = (fill.address(), fill.bytes());
-                let call = KernelCall::Pattern { target, bytes, seed: 1, delay_nanos: 0 };
-                driver.launch_kernel(call, stream)?;
-                fill.commit(stream)?
-            }
-            AllocationFault::Offloaded(reason) => {
-                println!("step {step}: does not fit ({reason}): use the host's copy");
-                continue;
-            }
-            AllocationFault::Busy => unreachable!("nobody else fills"),
-        };
-        println!("step {step}: {} bytes at {}", guard.bytes(), guard.address());
-        // Launch work that reads the weight on `stream` here. Dropping the guard lets the page go
-        // once that work is done, and not before.
-        drop(guard);
-        if step == 2 {
-            println!("evicted: {:?}", vbar.free_memory(u64::MAX)?);
-            vbar.prioritise()?;
+    // Every tensor gets an address that never changes. Nothing is in device memory yet.
+    let model = runtime.open_model(Path::new(&path))?;
+    let stream = Stream::DEFAULT;
+    for tensor in 0..model.model().tensors().len() {
+        match model.fault(tensor, stream)? {
+            // Resident, pinned, and valid for work on `stream`: launch it here. When the guard is
+            // dropped the bytes stay until that work is done, and not longer than they must.
+            Fault::Resident(weight) => println!("{} bytes at {}", weight.bytes(), weight.address()),
+            // Too large for the budget: use the host's copy.
+            Fault::Offloaded(reason) => println!("offloaded: {reason}"),
         }
     }
-    driver.stream_synchronize(stream)?;
-    Ok(driver.stream_destroy(stream)?)
+    Ok(())
 }

@@ -13,6 +13,22 @@
 #include <stddef.h>
 
 /*
+ Statuses. These are common to all functions that return one, and each says which others it may
+ return, by its name without VBAR_STATUS_:
+
+   OK                what was asked for is done, and the outputs are written; never otherwise
+   INVALID_ARGUMENT  a pointer that is NULL or not aligned, a size field that no version has, a
+                     number that is not allowed; some say more
+   STALE_HANDLE      an id that was closed or never given out; of a token it is STALE_TOKEN
+   PROCESS_ENDING    the process is exiting, or is the child of a fork
+   INTERNAL          a bug of the library, or 16.7 million things of a kind that are open
+
+ "The driver's" are DRIVER and DEVICE_LOST. CLOSED is for a VBAR that another thread closed during
+ the call. A function that takes a stream may have to find out which of 256 others are done, when as
+ many were used and not retired: then it may return UNSUPPORTED, TIMED_OUT or CANCELLED too.
+ */
+
+/*
  No stream: a promise that the work that the call speaks of has finished.
  */
 #define VBAR_STREAM_NONE SIZE_MAX
@@ -1353,20 +1369,23 @@ const char *vbar_last_message(void);
 
 /*
  Has messages of `level` (a `VbarLogLevel`) and more serious ones kept for a callback or
- `vbar_log_poll`; 0 ends that. The default is 0. Thread-safe.
+ `vbar_log_poll`; 0 ends that. The default is 0. Statuses: the common ones, `UNSUPPORTED` where
+ the program has a Rust logger. Thread-safe.
  */
 VbarStatus vbar_log_set_level(uint32_t level);
 
 /*
  Sets who takes messages; NULL: nobody, they wait for `vbar_log_poll`. When this returns, the
- callback before is not running on another thread and will not be called again. Thread-safe.
+ callback before is not running on another thread and will not be called again. Statuses: those
+ of `vbar_log_set_level`. Thread-safe.
  Any thread may call `callback` with `user` until another one is set.
  */
 VbarStatus vbar_log_set_callback(VbarLogCallback callback, void *user);
 
 /*
  Takes the oldest message: its level, 0 when there is none, and its length in bytes without the
- closing zero; it is cut off at `capacity` bytes, the closing zero included. Thread-safe.
+ closing zero; it is cut off at `capacity` bytes, the closing zero included. Statuses: the common
+ ones. Thread-safe.
  `message` has room for `capacity` bytes; the other outputs are NULL or can be written to.
  */
 VbarStatus vbar_log_poll(char *message, size_t capacity, uint32_t *level, size_t *message_bytes);
@@ -1374,7 +1393,11 @@ VbarStatus vbar_log_poll(char *message, size_t capacity, uint32_t *level, size_t
 /*
  Opens a device; `options` may be NULL. Opening it again gives another id of the same runtime:
  driver, context and page size must match, budget, headroom, wait time-out and threads given
- again are applied as changes. Each id is closed by itself. Thread-safe.
+ again are applied as changes. Each id is closed by itself. Statuses: the common ones, the
+ driver's, `DRIVER_MISSING`, `DEVICE_NOT_REGISTERED`, `ALREADY_OPEN`, `UNSUPPORTED` for pages
+ that are no multiple of the granularity, `HOST_MEMORY` for a simulated device that is too large,
+ `IO` when no thread can be had, `TIMED_OUT` and `CANCELLED` of a wait for what a smaller budget
+ takes back. Thread-safe.
  `options` is NULL or points to as many bytes as its size field says; `device` is NULL or can be
  written to.
  */
@@ -1382,12 +1405,12 @@ VbarStatus vbar_device_open(const struct VbarDeviceOptions *options, struct Vbar
 
 /*
  Closes a device id. What was made with it lives on; the runtime goes with its last id, VBAR and
- model. Thread-safe; calls under way on other threads finish.
+ model. Statuses: the common ones. Thread-safe; calls under way on other threads finish.
  */
 VbarStatus vbar_device_close(struct VbarDevice device);
 
 /*
- Tells what a device is. Thread-safe.
+ Tells what a device is. Statuses: the common ones, the driver's. Thread-safe.
  `info` is NULL or points to as many bytes as its size field says.
  */
 VbarStatus vbar_device_info(struct VbarDevice device, struct VbarDeviceInfo *info);
@@ -1395,18 +1418,20 @@ VbarStatus vbar_device_info(struct VbarDevice device, struct VbarDeviceInfo *inf
 /*
  Sets the explicit budget in bytes, 0 for an automatic one, and gives back at once what it no
  longer covers, as far as pins and fences allow. The budget is set also when that fails.
+ Statuses: the common ones, the driver's, `TIMED_OUT` and `CANCELLED` of a wait for the context.
  Thread-safe.
  */
 VbarStatus vbar_device_set_budget(struct VbarDevice device, uint64_t bytes);
 
 /*
- Sets the headroom in bytes (0 is none here); as `vbar_device_set_budget`. Thread-safe.
+ Sets the headroom in bytes (0 is none here); as `vbar_device_set_budget`. Statuses: those of
+ `vbar_device_set_budget`; `INVALID_ARGUMENT` for more than the device has. Thread-safe.
  */
 VbarStatus vbar_device_set_headroom(struct VbarDevice device, uint64_t bytes);
 
 /*
  Tells the explicit budget, 0 if there is none, and the headroom, as they were set, in bytes.
- What may be held now is in `vbar_device_statistics`. Thread-safe.
+ What may be held now is in `vbar_device_statistics`. Statuses: the common ones. Thread-safe.
  Both outputs are NULL or can be written to.
  */
 VbarStatus vbar_device_budget(struct VbarDevice device,
@@ -1414,19 +1439,21 @@ VbarStatus vbar_device_budget(struct VbarDevice device,
                               uint64_t *headroom_bytes);
 
 /*
- Notices pressure now, as the next miss would. Thread-safe.
+ Notices pressure now, as the next miss would. Statuses: those of `vbar_device_set_budget`.
+ Thread-safe.
  */
 VbarStatus vbar_device_refresh(struct VbarDevice device);
 
 /*
  Gives frames that no page has back to the driver until at most `keep_bytes` are held, and tells
- the bytes given back. Thread-safe.
+ the bytes given back. Statuses: the common ones, the driver's, `CANCELLED`. Thread-safe.
  `freed_bytes` is NULL or can be written to.
  */
 VbarStatus vbar_device_trim(struct VbarDevice device, uint64_t keep_bytes, uint64_t *freed_bytes);
 
 /*
  Gives memory of all VBARs back to the driver, lowest rank first; as `vbar_bar_free_memory`.
+ Statuses: the common ones, the driver's, `CANCELLED`; time that runs out is a shortfall.
  Thread-safe.
  `freed` is NULL or can be written to.
  */
@@ -1435,33 +1462,36 @@ VbarStatus vbar_device_free_memory(struct VbarDevice device,
                                    struct VbarFreed *freed);
 
 /*
- Tells the library that a stream is about to be destroyed; it must still be valid. Thread-safe.
+ Tells the library that a stream is about to be destroyed; it must still be valid. Statuses: the
+ common ones, the driver's. Thread-safe.
  */
 VbarStatus vbar_stream_retire(struct VbarDevice device, VbarStream stream);
 
 /*
  Makes a VBAR of `bytes`, rounded up to whole pages: addresses that cost nothing. Where the
- driver has none for it, every fault is offloaded. Thread-safe.
+ driver has none for it, every fault is offloaded. Statuses: the common ones, the driver's;
+ `INVALID_ARGUMENT` for no bytes, or more than 2^31 pages. Thread-safe.
  `bar` is NULL or can be written to.
  */
 VbarStatus vbar_bar_create(struct VbarDevice device, uint64_t bytes, struct VbarBar *bar);
 
 /*
  Closes a VBAR and its allocations. Never blocks: its memory goes when the work that uses it is
- done and its tokens were given back. Thread-safe; calls under way on other threads finish, or
- return `VBAR_STATUS_CLOSED`.
+ done and its tokens were given back. Statuses: the common ones. Thread-safe; calls under way on
+ other threads finish, or return `VBAR_STATUS_CLOSED`.
  */
 VbarStatus vbar_bar_destroy(struct VbarBar bar);
 
 /*
  As `vbar_bar_destroy`, then waits until its memory was given back. The VBAR is closed also when
  the wait times out, as it does while tokens of it are held. `vbar_bar_end_of_run` before it
- covers the last use with a fence. Thread-safe.
+ covers the last use with a fence. Statuses: the common ones, the driver's, `TIMED_OUT`,
+ `CANCELLED`. Thread-safe.
  */
 VbarStatus vbar_bar_destroy_wait(struct VbarBar bar);
 
 /*
- Tells what a VBAR is, and its marks. Thread-safe.
+ Tells what a VBAR is, and its marks. Statuses: the common ones. Thread-safe.
  `info` is NULL or points to as many bytes as its size field says.
  */
 VbarStatus vbar_bar_info(struct VbarBar bar, struct VbarBarInfo *info);
@@ -1469,7 +1499,10 @@ VbarStatus vbar_bar_info(struct VbarBar bar, struct VbarBarInfo *info);
 /*
  Binds a VBAR that was never used to files: from now on a fault fills what it maps. Once for a
  VBAR, in any order of segments, none overlapping; what no segment covers has no bytes of its
- own. Works for any format whose tensors are stored as they are in memory. Thread-safe.
+ own. Works for any format whose tensors are stored as they are in memory. Statuses: the common
+ ones, the driver's, `CLOSED`, `IO`, `FORMAT` for what is no regular file, `HOST_MEMORY` for the
+ staging slots; `INVALID_ARGUMENT` for a VBAR that was used, and segments that overlap or leave
+ the VBAR or their file. Thread-safe.
  Both arrays have as many elements as is said, their paths are C strings, and nobody writes them
  during the call.
  */
@@ -1480,29 +1513,33 @@ VbarStatus vbar_bar_bind(struct VbarBar bar,
                          size_t segment_count);
 
 /*
- Makes a VBAR the newest of its class and lifts its watermark to all pages. Thread-safe.
+ Makes a VBAR the newest of its class and lifts its watermark to all pages. Statuses: the common
+ ones, `CLOSED`, `DEVICE_LOST`. Thread-safe.
  */
 VbarStatus vbar_bar_prioritise(struct VbarBar bar);
 
 /*
- Makes a VBAR the oldest of its class: the first to lose pages. Thread-safe.
+ Makes a VBAR the oldest of its class: the first to lose pages. Statuses: the common ones,
+ `CLOSED`, `DEVICE_LOST`. Thread-safe.
  */
 VbarStatus vbar_bar_deprioritise(struct VbarBar bar);
 
 /*
- Puts a VBAR into a class, 0 at first; a larger one is kept longer. Thread-safe.
+ Puts a VBAR into a class, 0 at first; a larger one is kept longer. Statuses: the common ones,
+ `CLOSED`, `DEVICE_LOST`. Thread-safe.
  */
 VbarStatus vbar_bar_set_class(struct VbarBar bar, int32_t priority_class);
 
 /*
- Keeps the first `page_count` pages of a VBAR from eviction until the end of its run.
- Thread-safe.
+ Keeps the first `page_count` pages of a VBAR from eviction until the end of its run. Statuses:
+ the common ones, `CLOSED`, `DEVICE_LOST`. Thread-safe.
  */
 VbarStatus vbar_bar_set_floor(struct VbarBar bar, uint32_t page_count);
 
 /*
  Sets the watermark of a VBAR that is not bound, in pages, and frees unpinned pages at or above
- it. A bound one has none: use `vbar_bar_free_memory`. Thread-safe.
+ it. A bound one has none: use `vbar_bar_free_memory`. Statuses: the common ones, the driver's,
+ `CLOSED`, `CANCELLED`; `INVALID_ARGUMENT` for a bound one. Thread-safe.
  */
 VbarStatus vbar_bar_set_watermark(struct VbarBar bar, uint32_t page_count);
 
@@ -1510,7 +1547,8 @@ VbarStatus vbar_bar_set_watermark(struct VbarBar bar, uint32_t page_count);
  Gives memory of a VBAR back to the driver: from its end down to its floor, whole pages;
  UINT64_MAX asks for everything. Waits for fences, never for pins, and tells why it was less.
  Fences are recorded now and then: `vbar_bar_end_of_run` before it covers the last use. Lowers
- the watermark of a VBAR that is not bound: prioritise it before its next run.
+ the watermark of a VBAR that is not bound: prioritise it before its next run. Statuses: the
+ common ones, the driver's, `CLOSED`, `CANCELLED`; time that runs out is a shortfall.
  Thread-safe.
  `freed` is NULL or can be written to.
  */
@@ -1518,8 +1556,8 @@ VbarStatus vbar_bar_free_memory(struct VbarBar bar, uint64_t bytes, struct VbarF
 
 /*
  Ends a run of a VBAR, whose work was enqueued on `stream`: records a fence, lifts the floor, and
- tells how many pages still have pins, which stay or are taken back (a `VbarHeldPins`).
- Thread-safe.
+ tells how many pages still have pins, which stay or are taken back (a `VbarHeldPins`). Statuses:
+ the common ones, the driver's, `CLOSED`. Thread-safe.
  `pinned_count` is NULL or can be written to.
  */
 VbarStatus vbar_bar_end_of_run(struct VbarBar bar,
@@ -1528,8 +1566,8 @@ VbarStatus vbar_bar_end_of_run(struct VbarBar bar,
                                uint32_t *pinned_count);
 
 /*
- Tells the state of `count` pages of a VBAR from `first` on. Thread-safe; each page is told as it
- was at some moment of the call.
+ Tells the state of `count` pages of a VBAR from `first` on. Statuses: the common ones.
+ Thread-safe; each page is told as it was at some moment of the call.
  `pages` has room for `count` elements.
  */
 VbarStatus vbar_bar_residency(struct VbarBar bar,
@@ -1539,14 +1577,15 @@ VbarStatus vbar_bar_residency(struct VbarBar bar,
 
 /*
  Takes the next `bytes` of a VBAR that is not bound, 512-byte aligned, for bytes that the program
- writes itself. They end with the VBAR. Thread-safe.
+ writes itself. They end with the VBAR. Statuses: the common ones, `NO_ADDRESSES` when they do
+ not fit, `CLOSED`, `DEVICE_LOST`; `INVALID_ARGUMENT` on a bound VBAR. Thread-safe.
  `allocation` is NULL or can be written to.
  */
 VbarStatus vbar_bar_allocate(struct VbarBar bar, uint64_t bytes, struct VbarAllocation *allocation);
 
 /*
  Tells an allocation's device address, which never changes, its first byte in the VBAR, and its
- length in bytes. Thread-safe.
+ length in bytes. Statuses: the common ones. Thread-safe.
  The outputs are NULL or can be written to.
  */
 VbarStatus vbar_allocation_place(struct VbarAllocation allocation,
@@ -1556,7 +1595,9 @@ VbarStatus vbar_allocation_place(struct VbarAllocation allocation,
 
 /*
  Makes an allocation resident for work on `stream`, and pins it. When its bytes are no longer
- valid the outcome is a refill, and the stream is the one that will write them. Thread-safe.
+ valid the outcome is a refill, and the stream is the one that will write them. Statuses: the
+ common ones, the driver's, `CLOSED`, `TIMED_OUT`, `CANCELLED`, `TOO_MANY_PINS`, `UNSUPPORTED`
+ for a use that no fence covers where waits for the context are off. Thread-safe.
  `fault` is NULL or can be written to.
  */
 VbarStatus vbar_allocation_fault(struct VbarAllocation allocation,
@@ -1564,7 +1605,8 @@ VbarStatus vbar_allocation_fault(struct VbarAllocation allocation,
                                  struct VbarFault *fault);
 
 /*
- As `vbar_allocation_fault`, waiting while another caller fills. Thread-safe.
+ As `vbar_allocation_fault`, waiting while another caller fills. Statuses: those of
+ `vbar_allocation_fault`. Thread-safe.
  `fault` is NULL or can be written to.
  */
 VbarStatus vbar_allocation_fault_wait(struct VbarAllocation allocation,
@@ -1573,7 +1615,7 @@ VbarStatus vbar_allocation_fault_wait(struct VbarAllocation allocation,
 
 /*
  Declares an allocation's bytes no good: the next fault asks for a refill. Give tokens back
- first; during a fill it does nothing. Thread-safe.
+ first; during a fill it does nothing. Statuses: the common ones. Thread-safe.
  */
 VbarStatus vbar_allocation_invalidate(struct VbarAllocation allocation);
 
@@ -1581,7 +1623,10 @@ VbarStatus vbar_allocation_invalidate(struct VbarAllocation allocation);
  Makes bytes of a VBAR, from `bar_offset` on, resident for work on `stream`, and pins them. On a
  bound VBAR they are the file's; on another they are what was last written while `signature`
  stays the same, and undefined before: compare it, or use allocations, which ask for a refill
- themselves. A hit makes no driver call that waits and takes no lock. Thread-safe.
+ themselves. A hit makes no driver call that waits and takes no lock. Statuses: the common ones,
+ the driver's, `CLOSED`, `TIMED_OUT`, `CANCELLED`, `TOO_MANY_PINS`, `IO` and `FILE_CHANGED` of a
+ bound VBAR, `UNSUPPORTED` for a use that no fence covers where waits for the context are off;
+ `INVALID_ARGUMENT` outside the VBAR. Thread-safe.
  `fault` is NULL or can be written to.
  */
 VbarStatus vbar_bar_fault(struct VbarBar bar,
@@ -1592,7 +1637,8 @@ VbarStatus vbar_bar_fault(struct VbarBar bar,
 
 /*
  Makes several ranges of VBARs of one device resident, each with a token of its own, or none of
- them: then every element of `faults` says the same reason. Thread-safe.
+ them: then every element of `faults` says the same reason. Statuses: those of `vbar_bar_fault`;
+ `INVALID_ARGUMENT` for a VBAR of another device. Thread-safe.
  Both arrays have `count` elements.
  */
 VbarStatus vbar_device_fault_many(struct VbarDevice device,
@@ -1611,52 +1657,60 @@ const char *vbar_reason_text(uint32_t reason);
  still; all work that uses the bytes was enqueued on it before, and they stay until that is done.
  `VBAR_STREAM_NONE` where that stream was destroyed meanwhile: then the pages go last. Another
  stream is one that used them too. The pins are given back also when a status says that recording
- the use failed. A token that was to be committed asks for a refill again. Thread-safe.
+ the use failed. A token that was to be committed asks for a refill again. Statuses: the common
+ ones, the driver's, `UNSUPPORTED` for another stream that is being captured; `STALE_TOKEN` also
+ when an end of run took the pins. Thread-safe.
  */
 VbarStatus vbar_token_unpin(struct VbarToken token, VbarStream stream);
 
 /*
  Remembers that another stream uses the bytes too; call it after that work was enqueued. It makes
  that stream wait for nothing: order it behind the fault's stream first, or fault once more for
- it. Thread-safe.
+ it. Statuses: the common ones, the driver's, `UNSUPPORTED` for a stream that is being captured,
+ and for none. Thread-safe.
  */
 VbarStatus vbar_token_also_used_on(struct VbarToken token, VbarStream stream);
 
 /*
  Declares that everything that writes an allocation's bytes was enqueued on `stream`
- (`VBAR_STREAM_NONE`: they are in place). The token keeps its pins. Thread-safe.
+ (`VBAR_STREAM_NONE`: they are in place). The token keeps its pins. Statuses: the common ones,
+ the driver's, `UNSUPPORTED` for a stream that is being captured; `INVALID_ARGUMENT` unless a
+ refill was asked for. Thread-safe.
  */
 VbarStatus vbar_token_commit(struct VbarToken token, VbarStream stream);
 
 /*
  Sets the longest time that one call waits for one kind of thing, in milliseconds, for waits that
- start afterwards. 0 is no waiting at all here, UINT64_MAX no limit. Thread-safe.
+ start afterwards. 0 is no waiting at all here, UINT64_MAX no limit. Statuses: the common ones.
+ Thread-safe.
  */
 VbarStatus vbar_device_set_wait_timeout(struct VbarDevice device, uint64_t milliseconds);
 
 /*
  Has the calling thread's waits ask `check`; NULL ends that. It concerns this thread alone, on
- all devices. Thread-safe.
+ all devices. Statuses: the common ones. Thread-safe.
  The thread may call `check` with `user` until another one is set, or it ends.
  */
 VbarStatus vbar_thread_set_wait_check(VbarWaitCheck check, void *user);
 
 /*
  Ends every wait that is under way on the device with `VBAR_STATUS_CANCELLED`; later ones are not
- touched. Thread-safe; for another thread than the one that waits.
+ touched. Statuses: the common ones. Thread-safe; for another thread than the one that waits.
  */
 VbarStatus vbar_device_cancel_waits(struct VbarDevice device);
 
 /*
  Opens a safetensors model (a file, a sharded model's index, or a folder) and binds it to a VBAR
- of its own: every tensor gets an address, none any memory. Thread-safe.
+ of its own: every tensor gets an address, none any memory. Statuses: the common ones, the
+ driver's, `IO`, `FORMAT`, `FILE_CHANGED` for one that is written meanwhile, `NO_ADDRESSES` past
+ 2^64 bytes, `HOST_MEMORY` for the staging slots. Thread-safe.
  `path` is NULL or a C string; `model` is NULL or can be written to.
  */
 VbarStatus vbar_model_open(struct VbarDevice device, const char *path, struct VbarModel *model);
 
 /*
  As `vbar_model_open` for one file that is open already, of which the library keeps a duplicate.
- `name` is what messages call it. Thread-safe.
+ `name` is what messages call it. Statuses: those of `vbar_model_open`. Thread-safe.
  `name` is NULL or a C string; `model` is NULL or can be written to.
  */
 VbarStatus vbar_model_open_descriptor(struct VbarDevice device,
@@ -1665,31 +1719,33 @@ VbarStatus vbar_model_open_descriptor(struct VbarDevice device,
                                       struct VbarModel *model);
 
 /*
- Closes a model and its VBAR, as `vbar_bar_destroy` does. Its strings end. Thread-safe.
+ Closes a model and its VBAR, as `vbar_bar_destroy` does. Its strings end. Statuses: the common
+ ones. Thread-safe.
  */
 VbarStatus vbar_model_close(struct VbarModel model);
 
 /*
- Tells what a model is. Thread-safe.
+ Tells what a model is. Statuses: the common ones. Thread-safe.
  `info` is NULL or points to as many bytes as its size field says.
  */
 VbarStatus vbar_model_info(struct VbarModel model, struct VbarModelInfo *info);
 
 /*
- Tells a tensor by its index, from 0, in the natural order of names. Thread-safe.
+ Tells a tensor by its index, from 0, in the natural order of names. Statuses: the common ones.
+ Thread-safe.
  `tensor` is NULL or points to as many bytes as its size field says.
  */
 VbarStatus vbar_model_tensor(struct VbarModel model, uint64_t index, struct VbarTensor *tensor);
 
 /*
- Finds a tensor's index by its name. Thread-safe.
+ Finds a tensor's index by its name. Statuses: the common ones, `NOT_FOUND`. Thread-safe.
  `name` is NULL or a C string; `index` is NULL or can be written to.
  */
 VbarStatus vbar_model_find(struct VbarModel model, const char *name, uint64_t *index);
 
 /*
  Tells a value of the model's `__metadata__`, UTF-8; it lives until the model is closed.
- Thread-safe.
+ Statuses: the common ones, `NOT_FOUND`. Thread-safe.
  `key` is NULL or a C string; `value` is NULL or can be written to.
  */
 VbarStatus vbar_model_metadata(struct VbarModel model, const char *key, const char **value);
@@ -1697,14 +1753,15 @@ VbarStatus vbar_model_metadata(struct VbarModel model, const char *key, const ch
 /*
  Tells the path that a file of the model was opened by, for the host's copy of a tensor: its
  bytes are at `VbarTensor.file_offset` of it. It is as it was given, or the index's folder and
- the name in the index; NULL where the model was opened by descriptor. `index` counts from 0.
- The string lives until the model is closed. Thread-safe.
+ the name in the index; NULL where the model was opened by descriptor. `index` counts from 0. The
+ string lives until the model is closed. Statuses: the common ones. Thread-safe.
  `path` is NULL or can be written to.
  */
 VbarStatus vbar_model_file(struct VbarModel model, uint32_t index, const char **path);
 
 /*
- Makes a tensor resident for work on `stream`, and pins it; see `vbar_bar_fault`. Thread-safe.
+ Makes a tensor resident for work on `stream`, and pins it; see `vbar_bar_fault`. Statuses: those
+ of `vbar_bar_fault`. Thread-safe.
  `fault` is NULL or can be written to.
  */
 VbarStatus vbar_model_fault(struct VbarModel model,
@@ -1723,7 +1780,8 @@ const char *vbar_dtype_text(uint32_t dtype);
  any thread may call, gives the pins back. `stream` is the one that was faulted for, on which the
  consumer works. One of CUDA's own (0 to 2) is taken for granted then; of another nobody promises
  that it lives so long, so it is not touched, and the bytes stay until its work is known to be
- done. On failure the token stays the caller's. Thread-safe.
+ done. On failure the token stays the caller's. Statuses: the common ones, `UNSUPPORTED` for the
+ 6-bit types. Thread-safe.
  `tensor` points to as many bytes as its size field says, with `rank` numbers at `shape`;
  `managed` is NULL or can be written to.
  */
@@ -1734,7 +1792,7 @@ VbarStatus vbar_dlpack_export(struct VbarToken token,
 
 /*
  Tells the library where Python has `PyCapsule_IsValid` and `PyCapsule_GetPointer`, for
- `vbar_dlpack_capsule_destructor`. Thread-safe.
+ `vbar_dlpack_capsule_destructor`. Statuses: the common ones. Thread-safe.
  They are these functions, and stay for as long as the process has capsules.
  */
 VbarStatus vbar_dlpack_set_capsule_functions(void *is_valid, void *get_pointer);
@@ -1747,7 +1805,8 @@ VbarStatus vbar_dlpack_set_capsule_functions(void *is_valid, void *get_pointer);
 void vbar_dlpack_capsule_destructor(void *capsule);
 
 /*
- Tells everything that is counted. Thread-safe; the numbers are consistent while others work.
+ Tells everything that is counted. Statuses: the common ones. Thread-safe; the numbers are
+ consistent while others work.
  `statistics` is NULL or points to as many bytes as its size field says.
  */
 VbarStatus vbar_device_statistics(struct VbarDevice device, struct VbarStatistics *statistics);

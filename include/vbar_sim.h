@@ -20,6 +20,10 @@
  a TIME is microseconds, or carries us, ms or s; a FLAG is 0 or 1. The delays of kernels, latency
  and bandwidth are real time: with any of them the order of a seed depends on the clock too.
 
+ Statuses are those of vbar.h: the common ones; UNSUPPORTED from every function that takes a
+ `VbarDevice`, for a real one; DRIVER and DEVICE_LOST from those that are calls of CUDA. NOT_FOUND
+ is for an index that there is no violation of.
+
    capacity=SIZE             memory of each device, at most 16T; 8G
    devices=COUNT             devices, at most 64; 1
    granularity=SIZE          smallest unit that can be mapped, a power of two; 2M

@@ -12,11 +12,12 @@ mkdir "$bundle"
 cargo build --release --bin vbar --lib
 # Cargo names the built files in its messages; their paths carry hashes.
 cargo build --release --features device-tests --test device --bench faults --bench c_abi \
-    --example engine --example smallest --message-format=json-render-diagnostics |
+    --example engine --example smallest --example own_weights \
+    --message-format=json-render-diagnostics |
     python3 -c '
 import json, shutil, sys
 wanted = {"device": "device", "faults": "faults", "c_abi": "c_abi", "engine": "engine-rust",
-          "smallest": "smallest-rust"}
+          "smallest": "smallest-rust", "own_weights": "own-weights-rust"}
 for line in sys.stdin:
     message = json.loads(line)
     if message.get("reason") == "compiler-artifact" and message.get("executable"):
@@ -31,7 +32,8 @@ abi=$(sed -n 's/^#define VBAR_ABI_VERSION //p' include/vbar.h)
 mkdir "$bundle/lib"
 cp "$target/release/libvbar.so" "$bundle/lib/libvbar.so.$abi"
 cp "$target/release/libvbar.so" "$bundle/lib/libvbar.so"
-(cd "$bundle" && strip device faults c_abi engine-rust smallest-rust vbar lib/libvbar.so*)
+(cd "$bundle" && strip device faults c_abi engine-rust smallest-rust own-weights-rust vbar \
+    lib/libvbar.so*)
 
 mkdir -p "$bundle"/{examples,tests/abi}
 cp -r include python_shim "$bundle"

@@ -71,7 +71,8 @@ programs() {
     step 60 ./engine-rust
     step 120 ./engine-rust "$folder/model.safetensors" 300
     compiled smallest-c 60 examples/smallest.c -- "$folder/small.safetensors"
-    step 60 ./smallest-rust
+    step 60 ./smallest-rust "$folder/small.safetensors"
+    step 60 ./own-weights-rust
     unset VBAR_TEST_DRIVER VBAR_DRIVER
     rm -rf "$folder"
 }
@@ -104,7 +105,7 @@ for part in "${parts[@]}"; do
         ;;
     esac
 done
-chmod +x device faults c_abi engine-rust smallest-rust vbar
+chmod +x device faults c_abi engine-rust smallest-rust own-weights-rust vbar
 export VBAR_LIBRARY=$PWD/lib/libvbar.so PYTHONPATH=$PWD/python_shim PYTHONDONTWRITEBYTECODE=1
 if ! timeout 20 ./vbar doctor; then
     echo "== no usable GPU here: nothing was run" >&2

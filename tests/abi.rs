@@ -48,6 +48,22 @@ fn declared_functions(header: &str) -> BTreeSet<&str> {
     found
 }
 
+/// Callers branch on statuses, so that each function has to say which it may return.
+#[test]
+fn every_function_tells_its_statuses() {
+    let header = std::fs::read_to_string(root().join("include/vbar.h")).unwrap();
+    let mut told = 0;
+    for (before, after) in
+        header.match_indices("\nVbarStatus vbar_").map(|(at, _)| header.split_at(at))
+    {
+        let name = after.split_once('(').unwrap().0.trim_start_matches("\nVbarStatus ");
+        let comment = before.rsplit_once("/*").unwrap().1;
+        assert!(comment.contains("Statuses:"), "{name}");
+        told += 1;
+    }
+    assert!(told > 50, "{told}");
+}
+
 #[test]
 fn the_library_exports_what_the_header_declares() {
     let symbols = run(Command::new("nm").args(["-D", "--defined-only"]).arg(library()));

@@ -10,7 +10,7 @@
 #[expect(dead_code, reason = "what this test compiles has options of its own")]
 mod built;
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use built::{Programs, root, run};
@@ -234,20 +234,21 @@ fn the_smallest_program_runs() {
     let program = builder.link("smallest", &[], &[root().join("examples/smallest.cpp")]);
     let model = builder.path("model.safetensors");
     vbar::model::synth::synthesize(&model, 64 << 20, 3).unwrap();
-    let smallest = || {
+    let smallest = |arguments: &[&Path]| {
         let mut command = Command::new(&program);
-        command.current_dir(builder.programs.path());
-        command.env("VBAR_DRIVER", "sim:capacity=1G,address_space=8G");
+        command.args(arguments).env("VBAR_DRIVER", "sim:capacity=1G,address_space=8G");
         command
     };
-    let printed = run(&mut smallest());
+    let printed = run(&mut smallest(&[&model]));
     let tensors = printed.lines().filter(|line| line.contains(" bytes at 0x")).count();
     assert!(tensors > 0 && tensors == printed.lines().count(), "{printed}");
 
-    std::fs::remove_file(model).unwrap();
-    let missing = smallest().output().unwrap();
-    assert_eq!(missing.status.code(), Some(1));
-    assert!(String::from_utf8_lossy(&missing.stderr).contains("model.safetensors"));
+    std::fs::remove_file(&model).unwrap();
+    for (arguments, words) in [(&[&*model][..], "model.safetensors"), (&[], "usage: smallest")] {
+        let missing = smallest(arguments).output().unwrap();
+        assert_eq!(missing.status.code(), Some(1));
+        assert!(String::from_utf8_lossy(&missing.stderr).contains(words));
+    }
 }
 
 #[test]
@@ -275,6 +276,10 @@ fn the_engine_computes_what_the_host_does() {
         let by_name = ["--driver", "sim:capacity=600M,seed=4", model.to_str().unwrap(), "12"];
         let printed = run(Command::new(&engine).args(by_name));
         check_engine(&printed);
+        let shards = builder.path("shards");
+        vbar::model::synth::synthesize_sharded(&shards, 24 << 20, 5, 3).unwrap();
+        let by_name = ["--driver", "sim:capacity=600M,seed=4", shards.to_str().unwrap(), "12"];
+        check_engine(&run(Command::new(&engine).args(by_name)));
         assert!(printed.contains("capacity=600M"), "{printed}");
 
         let refused = Command::new(&engine).args(["--driver", driver, "/nowhere"]).output();

@@ -34,7 +34,8 @@ pub(super) struct AllocationEntry {
 static ALLOCATIONS: Handles<AllocationEntry> = Handles::new(tag::ALLOCATION, Spread::One);
 
 /// Takes the next `bytes` of a VBAR that is not bound, 512-byte aligned, for bytes that the program
-/// writes itself. They end with the VBAR. Thread-safe.
+/// writes itself. They end with the VBAR. Statuses: the common ones, `NO_ADDRESSES` when they do
+/// not fit, `CLOSED`, `DEVICE_LOST`; `INVALID_ARGUMENT` on a bound VBAR. Thread-safe.
 ///
 /// # Safety
 /// `allocation` is NULL or can be written to.
@@ -73,7 +74,7 @@ fn find(allocation: VbarAllocation) -> Result<Ref<AllocationEntry>> {
 }
 
 /// Tells an allocation's device address, which never changes, its first byte in the VBAR, and its
-/// length in bytes. Thread-safe.
+/// length in bytes. Statuses: the common ones. Thread-safe.
 ///
 /// # Safety
 /// The outputs are NULL or can be written to.
@@ -96,7 +97,9 @@ pub unsafe extern "C" fn vbar_allocation_place(
 }
 
 /// Makes an allocation resident for work on `stream`, and pins it. When its bytes are no longer
-/// valid the outcome is a refill, and the stream is the one that will write them. Thread-safe.
+/// valid the outcome is a refill, and the stream is the one that will write them. Statuses: the
+/// common ones, the driver's, `CLOSED`, `TIMED_OUT`, `CANCELLED`, `TOO_MANY_PINS`, `UNSUPPORTED`
+/// for a use that no fence covers where waits for the context are off. Thread-safe.
 ///
 /// # Safety
 /// `fault` is NULL or can be written to.
@@ -109,7 +112,8 @@ pub unsafe extern "C" fn vbar_allocation_fault(
     call(|| fault_allocation(allocation, fault, |allocation| allocation.fault(Stream(stream))))
 }
 
-/// As `vbar_allocation_fault`, waiting while another caller fills. Thread-safe.
+/// As `vbar_allocation_fault`, waiting while another caller fills. Statuses: those of
+/// `vbar_allocation_fault`. Thread-safe.
 ///
 /// # Safety
 /// `fault` is NULL or can be written to.
@@ -152,7 +156,7 @@ fn fault_allocation(
 }
 
 /// Declares an allocation's bytes no good: the next fault asks for a refill. Give tokens back
-/// first; during a fill it does nothing. Thread-safe.
+/// first; during a fill it does nothing. Statuses: the common ones. Thread-safe.
 #[unsafe(no_mangle)]
 pub extern "C" fn vbar_allocation_invalidate(allocation: VbarAllocation) -> VbarStatus {
     call(|| {

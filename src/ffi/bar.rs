@@ -232,7 +232,8 @@ pub(super) fn close(bar: VbarBar, owner: Owner) -> Result<Vbar> {
 }
 
 /// Makes a VBAR of `bytes`, rounded up to whole pages: addresses that cost nothing. Where the
-/// driver has none for it, every fault is offloaded. Thread-safe.
+/// driver has none for it, every fault is offloaded. Statuses: the common ones, the driver's;
+/// `INVALID_ARGUMENT` for no bytes, or more than 2^31 pages. Thread-safe.
 ///
 /// # Safety
 /// `bar` is NULL or can be written to.
@@ -251,8 +252,8 @@ pub unsafe extern "C" fn vbar_bar_create(
 }
 
 /// Closes a VBAR and its allocations. Never blocks: its memory goes when the work that uses it is
-/// done and its tokens were given back. Thread-safe; calls under way on other threads finish, or
-/// return `VBAR_STATUS_CLOSED`.
+/// done and its tokens were given back. Statuses: the common ones. Thread-safe; calls under way on
+/// other threads finish, or return `VBAR_STATUS_CLOSED`.
 #[unsafe(no_mangle)]
 pub extern "C" fn vbar_bar_destroy(bar: VbarBar) -> VbarStatus {
     call(|| close(bar, Owner::Caller).map(|_| ()))
@@ -260,13 +261,14 @@ pub extern "C" fn vbar_bar_destroy(bar: VbarBar) -> VbarStatus {
 
 /// As `vbar_bar_destroy`, then waits until its memory was given back. The VBAR is closed also when
 /// the wait times out, as it does while tokens of it are held. `vbar_bar_end_of_run` before it
-/// covers the last use with a fence. Thread-safe.
+/// covers the last use with a fence. Statuses: the common ones, the driver's, `TIMED_OUT`,
+/// `CANCELLED`. Thread-safe.
 #[unsafe(no_mangle)]
 pub extern "C" fn vbar_bar_destroy_wait(bar: VbarBar) -> VbarStatus {
     call(|| close(bar, Owner::Caller)?.destroy_wait())
 }
 
-/// Tells what a VBAR is, and its marks. Thread-safe.
+/// Tells what a VBAR is, and its marks. Statuses: the common ones. Thread-safe.
 ///
 /// # Safety
 /// `info` is NULL or points to as many bytes as its size field says.
@@ -294,7 +296,10 @@ pub unsafe extern "C" fn vbar_bar_info(bar: VbarBar, info: *mut VbarBarInfo) -> 
 
 /// Binds a VBAR that was never used to files: from now on a fault fills what it maps. Once for a
 /// VBAR, in any order of segments, none overlapping; what no segment covers has no bytes of its
-/// own. Works for any format whose tensors are stored as they are in memory. Thread-safe.
+/// own. Works for any format whose tensors are stored as they are in memory. Statuses: the common
+/// ones, the driver's, `CLOSED`, `IO`, `FORMAT` for what is no regular file, `HOST_MEMORY` for the
+/// staging slots; `INVALID_ARGUMENT` for a VBAR that was used, and segments that overlap or leave
+/// the VBAR or their file. Thread-safe.
 ///
 /// # Safety
 /// Both arrays have as many elements as is said, their paths are C strings, and nobody writes them
@@ -357,33 +362,37 @@ pub(super) fn duplicate(descriptor: i32) -> Result<OwnedFd> {
     duplicated.map_err(|error| Error::io(format_args!("descriptor {descriptor}"), &error))
 }
 
-/// Makes a VBAR the newest of its class and lifts its watermark to all pages. Thread-safe.
+/// Makes a VBAR the newest of its class and lifts its watermark to all pages. Statuses: the common
+/// ones, `CLOSED`, `DEVICE_LOST`. Thread-safe.
 #[unsafe(no_mangle)]
 pub extern "C" fn vbar_bar_prioritise(bar: VbarBar) -> VbarStatus {
     call(|| find(bar)?.vbar.prioritise())
 }
 
-/// Makes a VBAR the oldest of its class: the first to lose pages. Thread-safe.
+/// Makes a VBAR the oldest of its class: the first to lose pages. Statuses: the common ones,
+/// `CLOSED`, `DEVICE_LOST`. Thread-safe.
 #[unsafe(no_mangle)]
 pub extern "C" fn vbar_bar_deprioritise(bar: VbarBar) -> VbarStatus {
     call(|| find(bar)?.vbar.deprioritise())
 }
 
-/// Puts a VBAR into a class, 0 at first; a larger one is kept longer. Thread-safe.
+/// Puts a VBAR into a class, 0 at first; a larger one is kept longer. Statuses: the common ones,
+/// `CLOSED`, `DEVICE_LOST`. Thread-safe.
 #[unsafe(no_mangle)]
 pub extern "C" fn vbar_bar_set_class(bar: VbarBar, priority_class: i32) -> VbarStatus {
     call(|| find(bar)?.vbar.set_class(priority_class))
 }
 
-/// Keeps the first `page_count` pages of a VBAR from eviction until the end of its run.
-/// Thread-safe.
+/// Keeps the first `page_count` pages of a VBAR from eviction until the end of its run. Statuses:
+/// the common ones, `CLOSED`, `DEVICE_LOST`. Thread-safe.
 #[unsafe(no_mangle)]
 pub extern "C" fn vbar_bar_set_floor(bar: VbarBar, page_count: u32) -> VbarStatus {
     call(|| find(bar)?.vbar.set_floor(page_count))
 }
 
 /// Sets the watermark of a VBAR that is not bound, in pages, and frees unpinned pages at or above
-/// it. A bound one has none: use `vbar_bar_free_memory`. Thread-safe.
+/// it. A bound one has none: use `vbar_bar_free_memory`. Statuses: the common ones, the driver's,
+/// `CLOSED`, `CANCELLED`; `INVALID_ARGUMENT` for a bound one. Thread-safe.
 #[unsafe(no_mangle)]
 pub extern "C" fn vbar_bar_set_watermark(bar: VbarBar, page_count: u32) -> VbarStatus {
     call(|| find(bar)?.vbar.set_watermark(page_count))
@@ -392,7 +401,8 @@ pub extern "C" fn vbar_bar_set_watermark(bar: VbarBar, page_count: u32) -> VbarS
 /// Gives memory of a VBAR back to the driver: from its end down to its floor, whole pages;
 /// UINT64_MAX asks for everything. Waits for fences, never for pins, and tells why it was less.
 /// Fences are recorded now and then: `vbar_bar_end_of_run` before it covers the last use. Lowers
-/// the watermark of a VBAR that is not bound: prioritise it before its next run.
+/// the watermark of a VBAR that is not bound: prioritise it before its next run. Statuses: the
+/// common ones, the driver's, `CLOSED`, `CANCELLED`; time that runs out is a shortfall.
 /// Thread-safe.
 ///
 /// # Safety
@@ -411,8 +421,8 @@ pub unsafe extern "C" fn vbar_bar_free_memory(
 }
 
 /// Ends a run of a VBAR, whose work was enqueued on `stream`: records a fence, lifts the floor, and
-/// tells how many pages still have pins, which stay or are taken back (a `VbarHeldPins`).
-/// Thread-safe.
+/// tells how many pages still have pins, which stay or are taken back (a `VbarHeldPins`). Statuses:
+/// the common ones, the driver's, `CLOSED`. Thread-safe.
 ///
 /// # Safety
 /// `pinned_count` is NULL or can be written to.
@@ -432,8 +442,8 @@ pub unsafe extern "C" fn vbar_bar_end_of_run(
     })
 }
 
-/// Tells the state of `count` pages of a VBAR from `first` on. Thread-safe; each page is told as it
-/// was at some moment of the call.
+/// Tells the state of `count` pages of a VBAR from `first` on. Statuses: the common ones.
+/// Thread-safe; each page is told as it was at some moment of the call.
 ///
 /// # Safety
 /// `pages` has room for `count` elements.

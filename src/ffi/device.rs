@@ -178,7 +178,11 @@ pub(super) fn find(device: VbarDevice) -> Result<Ref<DeviceEntry>> {
 
 /// Opens a device; `options` may be NULL. Opening it again gives another id of the same runtime:
 /// driver, context and page size must match, budget, headroom, wait time-out and threads given
-/// again are applied as changes. Each id is closed by itself. Thread-safe.
+/// again are applied as changes. Each id is closed by itself. Statuses: the common ones, the
+/// driver's, `DRIVER_MISSING`, `DEVICE_NOT_REGISTERED`, `ALREADY_OPEN`, `UNSUPPORTED` for pages
+/// that are no multiple of the granularity, `HOST_MEMORY` for a simulated device that is too large,
+/// `IO` when no thread can be had, `TIMED_OUT` and `CANCELLED` of a wait for what a smaller budget
+/// takes back. Thread-safe.
 ///
 /// # Safety
 /// `options` is NULL or points to as many bytes as its size field says; `device` is NULL or can be
@@ -281,7 +285,7 @@ pub(super) fn too_many(kind: &str) -> Error {
 }
 
 /// Closes a device id. What was made with it lives on; the runtime goes with its last id, VBAR and
-/// model. Thread-safe; calls under way on other threads finish.
+/// model. Statuses: the common ones. Thread-safe; calls under way on other threads finish.
 #[unsafe(no_mangle)]
 pub extern "C" fn vbar_device_close(device: VbarDevice) -> VbarStatus {
     call(|| match DEVICES.close(device.id) {
@@ -290,7 +294,7 @@ pub extern "C" fn vbar_device_close(device: VbarDevice) -> VbarStatus {
     })
 }
 
-/// Tells what a device is. Thread-safe.
+/// Tells what a device is. Statuses: the common ones, the driver's. Thread-safe.
 ///
 /// # Safety
 /// `info` is NULL or points to as many bytes as its size field says.
@@ -329,20 +333,22 @@ fn fixed_text(text: &str) -> [c_char; 256] {
 
 /// Sets the explicit budget in bytes, 0 for an automatic one, and gives back at once what it no
 /// longer covers, as far as pins and fences allow. The budget is set also when that fails.
+/// Statuses: the common ones, the driver's, `TIMED_OUT` and `CANCELLED` of a wait for the context.
 /// Thread-safe.
 #[unsafe(no_mangle)]
 pub extern "C" fn vbar_device_set_budget(device: VbarDevice, bytes: u64) -> VbarStatus {
     call(|| find(device)?.runtime.set_budget((bytes != 0).then_some(bytes)))
 }
 
-/// Sets the headroom in bytes (0 is none here); as `vbar_device_set_budget`. Thread-safe.
+/// Sets the headroom in bytes (0 is none here); as `vbar_device_set_budget`. Statuses: those of
+/// `vbar_device_set_budget`; `INVALID_ARGUMENT` for more than the device has. Thread-safe.
 #[unsafe(no_mangle)]
 pub extern "C" fn vbar_device_set_headroom(device: VbarDevice, bytes: u64) -> VbarStatus {
     call(|| find(device)?.runtime.set_headroom(bytes))
 }
 
 /// Tells the explicit budget, 0 if there is none, and the headroom, as they were set, in bytes.
-/// What may be held now is in `vbar_device_statistics`. Thread-safe.
+/// What may be held now is in `vbar_device_statistics`. Statuses: the common ones. Thread-safe.
 ///
 /// # Safety
 /// Both outputs are NULL or can be written to.
@@ -361,14 +367,15 @@ pub unsafe extern "C" fn vbar_device_budget(
     })
 }
 
-/// Notices pressure now, as the next miss would. Thread-safe.
+/// Notices pressure now, as the next miss would. Statuses: those of `vbar_device_set_budget`.
+/// Thread-safe.
 #[unsafe(no_mangle)]
 pub extern "C" fn vbar_device_refresh(device: VbarDevice) -> VbarStatus {
     call(|| find(device)?.runtime.refresh())
 }
 
 /// Gives frames that no page has back to the driver until at most `keep_bytes` are held, and tells
-/// the bytes given back. Thread-safe.
+/// the bytes given back. Statuses: the common ones, the driver's, `CANCELLED`. Thread-safe.
 ///
 /// # Safety
 /// `freed_bytes` is NULL or can be written to.
@@ -386,6 +393,7 @@ pub unsafe extern "C" fn vbar_device_trim(
 }
 
 /// Gives memory of all VBARs back to the driver, lowest rank first; as `vbar_bar_free_memory`.
+/// Statuses: the common ones, the driver's, `CANCELLED`; time that runs out is a shortfall.
 /// Thread-safe.
 ///
 /// # Safety
@@ -403,7 +411,8 @@ pub unsafe extern "C" fn vbar_device_free_memory(
     })
 }
 
-/// Tells the library that a stream is about to be destroyed; it must still be valid. Thread-safe.
+/// Tells the library that a stream is about to be destroyed; it must still be valid. Statuses: the
+/// common ones, the driver's. Thread-safe.
 #[unsafe(no_mangle)]
 pub extern "C" fn vbar_stream_retire(device: VbarDevice, stream: VbarStream) -> VbarStatus {
     call(|| find(device)?.runtime.retire_stream(Stream(stream)))

@@ -127,7 +127,8 @@ struct Export<M> {
 /// any thread may call, gives the pins back. `stream` is the one that was faulted for, on which the
 /// consumer works. One of CUDA's own (0 to 2) is taken for granted then; of another nobody promises
 /// that it lives so long, so it is not touched, and the bytes stay until its work is known to be
-/// done. On failure the token stays the caller's. Thread-safe.
+/// done. On failure the token stays the caller's. Statuses: the common ones, `UNSUPPORTED` for the
+/// 6-bit types. Thread-safe.
 ///
 /// # Safety
 /// `tensor` points to as many bytes as its size field says, with `rank` numbers at `shape`;
@@ -350,7 +351,7 @@ static IS_VALID: AtomicPtr<c_void> = AtomicPtr::new(std::ptr::null_mut());
 static GET_POINTER: AtomicPtr<c_void> = AtomicPtr::new(std::ptr::null_mut());
 
 /// Tells the library where Python has `PyCapsule_IsValid` and `PyCapsule_GetPointer`, for
-/// `vbar_dlpack_capsule_destructor`. Thread-safe.
+/// `vbar_dlpack_capsule_destructor`. Statuses: the common ones. Thread-safe.
 ///
 /// # Safety
 /// They are these functions, and stay for as long as the process has capsules.

@@ -133,7 +133,10 @@ impl VbarFault {
 /// Makes bytes of a VBAR, from `bar_offset` on, resident for work on `stream`, and pins them. On a
 /// bound VBAR they are the file's; on another they are what was last written while `signature`
 /// stays the same, and undefined before: compare it, or use allocations, which ask for a refill
-/// themselves. A hit makes no driver call that waits and takes no lock. Thread-safe.
+/// themselves. A hit makes no driver call that waits and takes no lock. Statuses: the common ones,
+/// the driver's, `CLOSED`, `TIMED_OUT`, `CANCELLED`, `TOO_MANY_PINS`, `IO` and `FILE_CHANGED` of a
+/// bound VBAR, `UNSUPPORTED` for a use that no fence covers where waits for the context are off;
+/// `INVALID_ARGUMENT` outside the VBAR. Thread-safe.
 ///
 /// # Safety
 /// `fault` is NULL or can be written to.
@@ -187,7 +190,8 @@ fn newest(hold: &Hold) -> Generation {
 }
 
 /// Makes several ranges of VBARs of one device resident, each with a token of its own, or none of
-/// them: then every element of `faults` says the same reason. Thread-safe.
+/// them: then every element of `faults` says the same reason. Statuses: those of `vbar_bar_fault`;
+/// `INVALID_ARGUMENT` for a VBAR of another device. Thread-safe.
 ///
 /// # Safety
 /// Both arrays have `count` elements.

@@ -97,7 +97,8 @@ static LOGGER: Logger = Logger {
 thread_local!(static DELIVERS: Cell<bool> = const { Cell::new(false) });
 
 /// Has messages of `level` (a `VbarLogLevel`) and more serious ones kept for a callback or
-/// `vbar_log_poll`; 0 ends that. The default is 0. Thread-safe.
+/// `vbar_log_poll`; 0 ends that. The default is 0. Statuses: the common ones, `UNSUPPORTED` where
+/// the program has a Rust logger. Thread-safe.
 #[unsafe(no_mangle)]
 pub extern "C" fn vbar_log_set_level(level: u32) -> VbarStatus {
     call(|| {
@@ -117,7 +118,8 @@ pub extern "C" fn vbar_log_set_level(level: u32) -> VbarStatus {
 }
 
 /// Sets who takes messages; NULL: nobody, they wait for `vbar_log_poll`. When this returns, the
-/// callback before is not running on another thread and will not be called again. Thread-safe.
+/// callback before is not running on another thread and will not be called again. Statuses: those
+/// of `vbar_log_set_level`. Thread-safe.
 ///
 /// # Safety
 /// Any thread may call `callback` with `user` until another one is set.
@@ -144,7 +146,8 @@ pub unsafe extern "C" fn vbar_log_set_callback(
 }
 
 /// Takes the oldest message: its level, 0 when there is none, and its length in bytes without the
-/// closing zero; it is cut off at `capacity` bytes, the closing zero included. Thread-safe.
+/// closing zero; it is cut off at `capacity` bytes, the closing zero included. Statuses: the common
+/// ones. Thread-safe.
 ///
 /// # Safety
 /// `message` has room for `capacity` bytes; the other outputs are NULL or can be written to.

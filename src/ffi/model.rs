@@ -167,7 +167,9 @@ fn find(model: VbarModel) -> Result<Ref<ModelEntry>> {
 }
 
 /// Opens a safetensors model (a file, a sharded model's index, or a folder) and binds it to a VBAR
-/// of its own: every tensor gets an address, none any memory. Thread-safe.
+/// of its own: every tensor gets an address, none any memory. Statuses: the common ones, the
+/// driver's, `IO`, `FORMAT`, `FILE_CHANGED` for one that is written meanwhile, `NO_ADDRESSES` past
+/// 2^64 bytes, `HOST_MEMORY` for the staging slots. Thread-safe.
 ///
 /// # Safety
 /// `path` is NULL or a C string; `model` is NULL or can be written to.
@@ -187,7 +189,7 @@ pub unsafe extern "C" fn vbar_model_open(
 }
 
 /// As `vbar_model_open` for one file that is open already, of which the library keeps a duplicate.
-/// `name` is what messages call it. Thread-safe.
+/// `name` is what messages call it. Statuses: those of `vbar_model_open`. Thread-safe.
 ///
 /// # Safety
 /// `name` is NULL or a C string; `model` is NULL or can be written to.
@@ -227,7 +229,8 @@ fn enter(bar: ModelBar) -> Result<VbarModel> {
     }
 }
 
-/// Closes a model and its VBAR, as `vbar_bar_destroy` does. Its strings end. Thread-safe.
+/// Closes a model and its VBAR, as `vbar_bar_destroy` does. Its strings end. Statuses: the common
+/// ones. Thread-safe.
 #[unsafe(no_mangle)]
 pub extern "C" fn vbar_model_close(model: VbarModel) -> VbarStatus {
     call(|| {
@@ -239,7 +242,7 @@ pub extern "C" fn vbar_model_close(model: VbarModel) -> VbarStatus {
     })
 }
 
-/// Tells what a model is. Thread-safe.
+/// Tells what a model is. Statuses: the common ones. Thread-safe.
 ///
 /// # Safety
 /// `info` is NULL or points to as many bytes as its size field says.
@@ -261,7 +264,8 @@ pub unsafe extern "C" fn vbar_model_info(model: VbarModel, info: *mut VbarModelI
     })
 }
 
-/// Tells a tensor by its index, from 0, in the natural order of names. Thread-safe.
+/// Tells a tensor by its index, from 0, in the natural order of names. Statuses: the common ones.
+/// Thread-safe.
 ///
 /// # Safety
 /// `tensor` is NULL or points to as many bytes as its size field says.
@@ -280,7 +284,7 @@ pub unsafe extern "C" fn vbar_model_tensor(
     })
 }
 
-/// Finds a tensor's index by its name. Thread-safe.
+/// Finds a tensor's index by its name. Statuses: the common ones, `NOT_FOUND`. Thread-safe.
 ///
 /// # Safety
 /// `name` is NULL or a C string; `index` is NULL or can be written to.
@@ -299,7 +303,7 @@ pub unsafe extern "C" fn vbar_model_find(
 }
 
 /// Tells a value of the model's `__metadata__`, UTF-8; it lives until the model is closed.
-/// Thread-safe.
+/// Statuses: the common ones, `NOT_FOUND`. Thread-safe.
 ///
 /// # Safety
 /// `key` is NULL or a C string; `value` is NULL or can be written to.
@@ -324,8 +328,8 @@ pub unsafe extern "C" fn vbar_model_metadata(
 
 /// Tells the path that a file of the model was opened by, for the host's copy of a tensor: its
 /// bytes are at `VbarTensor.file_offset` of it. It is as it was given, or the index's folder and
-/// the name in the index; NULL where the model was opened by descriptor. `index` counts from 0.
-/// The string lives until the model is closed. Thread-safe.
+/// the name in the index; NULL where the model was opened by descriptor. `index` counts from 0. The
+/// string lives until the model is closed. Statuses: the common ones. Thread-safe.
 ///
 /// # Safety
 /// `path` is NULL or can be written to.
@@ -347,7 +351,8 @@ pub unsafe extern "C" fn vbar_model_file(
     })
 }
 
-/// Makes a tensor resident for work on `stream`, and pins it; see `vbar_bar_fault`. Thread-safe.
+/// Makes a tensor resident for work on `stream`, and pins it; see `vbar_bar_fault`. Statuses: those
+/// of `vbar_bar_fault`. Thread-safe.
 ///
 /// # Safety
 /// `fault` is NULL or can be written to.

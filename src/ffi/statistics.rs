@@ -119,7 +119,8 @@ unsafe impl Growing for VbarStatistics {
         std::mem::offset_of!(VbarStatistics, waits) + size_of::<[VbarWaitCount; 16]>();
 }
 
-/// Tells everything that is counted. Thread-safe; the numbers are consistent while others work.
+/// Tells everything that is counted. Statuses: the common ones. Thread-safe; the numbers are
+/// consistent while others work.
 ///
 /// # Safety
 /// `statistics` is NULL or points to as many bytes as its size field says.

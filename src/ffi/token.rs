@@ -214,7 +214,9 @@ impl Held {
 /// still; all work that uses the bytes was enqueued on it before, and they stay until that is done.
 /// `VBAR_STREAM_NONE` where that stream was destroyed meanwhile: then the pages go last. Another
 /// stream is one that used them too. The pins are given back also when a status says that recording
-/// the use failed. A token that was to be committed asks for a refill again. Thread-safe.
+/// the use failed. A token that was to be committed asks for a refill again. Statuses: the common
+/// ones, the driver's, `UNSUPPORTED` for another stream that is being captured; `STALE_TOKEN` also
+/// when an end of run took the pins. Thread-safe.
 #[unsafe(no_mangle)]
 pub extern "C" fn vbar_token_unpin(token: VbarToken, stream: VbarStream) -> VbarStatus {
     call(|| give_back(token, Stream(stream)))
@@ -222,14 +224,17 @@ pub extern "C" fn vbar_token_unpin(token: VbarToken, stream: VbarStream) -> Vbar
 
 /// Remembers that another stream uses the bytes too; call it after that work was enqueued. It makes
 /// that stream wait for nothing: order it behind the fault's stream first, or fault once more for
-/// it. Thread-safe.
+/// it. Statuses: the common ones, the driver's, `UNSUPPORTED` for a stream that is being captured,
+/// and for none. Thread-safe.
 #[unsafe(no_mangle)]
 pub extern "C" fn vbar_token_also_used_on(token: VbarToken, stream: VbarStream) -> VbarStatus {
     call(|| look(token, |held| held.used_on(Stream(stream)))?)
 }
 
 /// Declares that everything that writes an allocation's bytes was enqueued on `stream`
-/// (`VBAR_STREAM_NONE`: they are in place). The token keeps its pins. Thread-safe.
+/// (`VBAR_STREAM_NONE`: they are in place). The token keeps its pins. Statuses: the common ones,
+/// the driver's, `UNSUPPORTED` for a stream that is being captured; `INVALID_ARGUMENT` unless a
+/// refill was asked for. Thread-safe.
 #[unsafe(no_mangle)]
 pub extern "C" fn vbar_token_commit(token: VbarToken, stream: VbarStream) -> VbarStatus {
     call(|| look(token, |held| held.commit(Stream(stream)))?)

@@ -12,7 +12,8 @@ use super::status::VbarStatus;
 use crate::sync::wait::{WaitCheck, set_wait_check};
 
 /// Sets the longest time that one call waits for one kind of thing, in milliseconds, for waits that
-/// start afterwards. 0 is no waiting at all here, UINT64_MAX no limit. Thread-safe.
+/// start afterwards. 0 is no waiting at all here, UINT64_MAX no limit. Statuses: the common ones.
+/// Thread-safe.
 #[unsafe(no_mangle)]
 pub extern "C" fn vbar_device_set_wait_timeout(
     device: VbarDevice,
@@ -29,7 +30,7 @@ pub extern "C" fn vbar_device_set_wait_timeout(
 pub type VbarWaitCheck = Option<unsafe extern "C" fn(user: *mut c_void) -> i32>;
 
 /// Has the calling thread's waits ask `check`; NULL ends that. It concerns this thread alone, on
-/// all devices. Thread-safe.
+/// all devices. Statuses: the common ones. Thread-safe.
 ///
 /// # Safety
 /// The thread may call `check` with `user` until another one is set, or it ends.
@@ -52,7 +53,7 @@ pub unsafe extern "C" fn vbar_thread_set_wait_check(
 }
 
 /// Ends every wait that is under way on the device with `VBAR_STATUS_CANCELLED`; later ones are not
-/// touched. Thread-safe; for another thread than the one that waits.
+/// touched. Statuses: the common ones. Thread-safe; for another thread than the one that waits.
 #[unsafe(no_mangle)]
 pub extern "C" fn vbar_device_cancel_waits(device: VbarDevice) -> VbarStatus {
     call(|| {

@@ -47,6 +47,22 @@ pub(crate) const HEADERS: &[Header] = &[
 fn statuses_and_constants() -> String {
     "
 /*
+ Statuses. These are common to all functions that return one, and each says which others it may
+ return, by its name without VBAR_STATUS_:
+
+   OK                what was asked for is done, and the outputs are written; never otherwise
+   INVALID_ARGUMENT  a pointer that is NULL or not aligned, a size field that no version has, a
+                     number that is not allowed; some say more
+   STALE_HANDLE      an id that was closed or never given out; of a token it is STALE_TOKEN
+   PROCESS_ENDING    the process is exiting, or is the child of a fork
+   INTERNAL          a bug of the library, or 16.7 million things of a kind that are open
+
+ \"The driver's\" are DRIVER and DEVICE_LOST. CLOSED is for a VBAR that another thread closed during
+ the call. A function that takes a stream may have to find out which of 256 others are done, when as
+ many were used and not retired: then it may return UNSUPPORTED, TIMED_OUT or CANCELLED too.
+ */
+
+/*
  No stream: a promise that the work that the call speaks of has finished.
  */
 #define VBAR_STREAM_NONE SIZE_MAX"
@@ -61,6 +77,10 @@ fn options_of_the_simulated_device() -> String {
  Of each: what it is for, and its default. A SIZE is bytes, or carries K, M, G or T, powers of 1024;
  a TIME is microseconds, or carries us, ms or s; a FLAG is 0 or 1. The delays of kernels, latency
  and bandwidth are real time: with any of them the order of a seed depends on the clock too.
+
+ Statuses are those of vbar.h: the common ones; UNSUPPORTED from every function that takes a
+ `VbarDevice`, for a real one; DRIVER and DEVICE_LOST from those that are calls of CUDA. NOT_FOUND
+ is for an index that there is no violation of.
 
 "
     .to_owned();

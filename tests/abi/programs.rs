@@ -2,12 +2,12 @@
 //! device, and believed only when they say so themselves.
 
 use std::collections::BTreeSet;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use vbar::driver::sim::Verb;
 use vbar::host::model_files::Model;
-use vbar::model::synth::synthesize;
+use vbar::model::synth::{synthesize, synthesize_sharded};
 
 use crate::built::{Programs, library, root, run};
 use crate::sources::HOSTILE;
@@ -143,9 +143,13 @@ fn the_engine_in_c_streams_a_model_and_is_right() {
     // A model of somebody else, shaped as models are.
     let path = programs.path().join("model.safetensors");
     synthesize(&path, 24 << 20, 7).unwrap();
-    let printed = run(Command::new(&program).arg(&path).env("VBAR_DRIVER", EXAMPLE_DRIVER));
-    assert!(printed.ends_with("all results are right\n"), "{printed}");
-    assert!(number_before(&printed, "pages evicted") > 0, "{printed}");
+    let shards = programs.path().join("shards");
+    synthesize_sharded(&shards, 24 << 20, 7, 3).unwrap();
+    for path in [path, shards] {
+        let printed = run(Command::new(&program).arg(&path).env("VBAR_DRIVER", EXAMPLE_DRIVER));
+        assert!(printed.ends_with("all results are right\n"), "{printed}");
+        assert!(number_before(&printed, "pages evicted") > 0, "{printed}");
+    }
 }
 
 #[test]
@@ -153,24 +157,48 @@ fn the_engine_in_rust_streams_a_model_and_is_right() {
     check_engine(&run(Command::new(example("engine")).env("VBAR_DRIVER", EXAMPLE_DRIVER)));
 }
 
-#[test]
-fn the_smallest_program_in_c_is_short_and_faults_every_tensor() {
-    let source = std::fs::read_to_string(root().join("examples/smallest.c")).unwrap();
-    assert!(source.lines().count() <= 30, "{} lines", source.lines().count());
+/// A smallest program: a line for each tensor, resident or offloaded, and a usage without a model.
+#[track_caller]
+fn check_smallest(program: &Path, source: &str) {
+    let source = std::fs::read_to_string(root().join(source)).unwrap();
+    assert!(source.lines().count() <= 40, "{} lines", source.lines().count());
     let programs = Programs::new();
-    let program = programs.compile("smallest", &["examples/smallest.c"]);
     let path = programs.path().join("model.safetensors");
     synthesize(&path, 1 << 20, 7).unwrap();
     let tensors = Model::open(&path).unwrap().tensors().len();
-    let printed = run(Command::new(&program).arg(&path).env("VBAR_DRIVER", EXAMPLE_DRIVER));
-    assert_eq!(printed.lines().filter(|line| line.contains(" bytes at 0x")).count(), tensors);
-    let failed = Command::new(&program).env("VBAR_DRIVER", EXAMPLE_DRIVER).output().unwrap();
-    assert_eq!(failed.status.code(), Some(1));
-    assert_eq!(String::from_utf8(failed.stderr).unwrap(), "a path is NULL\n");
+    // The second has no memory beside the headroom; only a tensor without bytes needs none.
+    for (driver, words) in [(EXAMPLE_DRIVER, " bytes at 0x"), ("sim:capacity=256M", "offloaded: ")]
+    {
+        let printed = run(Command::new(program).arg(&path).env("VBAR_DRIVER", driver));
+        assert_eq!(printed.lines().count(), tensors, "{printed}");
+        let fits = |line: &str| line.contains(words) || line.starts_with("0 bytes at ");
+        assert!(printed.contains(words) && printed.lines().all(fits), "{printed}");
+    }
+    let fails = |arguments: &[&str], words: &str| {
+        let mut command = Command::new(program);
+        let failed = command.args(arguments).env("VBAR_DRIVER", EXAMPLE_DRIVER).output().unwrap();
+        assert_eq!(failed.status.code(), Some(1));
+        let said = String::from_utf8(failed.stderr).unwrap();
+        assert!(said.contains(words), "{said}");
+    };
+    fails(&[], "usage: smallest MODEL");
+    fails(&["/nowhere"], "/nowhere");
 }
 
 #[test]
-fn the_smallest_program_in_rust_refills_what_was_evicted() {
-    let printed = run(Command::new(example("smallest")).env("VBAR_DRIVER", EXAMPLE_DRIVER));
+fn the_smallest_program_in_c_is_short_and_faults_every_tensor() {
+    let programs = Programs::new();
+    let source = "examples/smallest.c";
+    check_smallest(&programs.compile("smallest", &[source]), source);
+}
+
+#[test]
+fn the_smallest_program_in_rust_is_short_and_faults_every_tensor() {
+    check_smallest(&example("smallest"), "examples/smallest.rs");
+}
+
+#[test]
+fn the_program_with_weights_of_its_own_refills_what_was_evicted() {
+    let printed = run(Command::new(example("own_weights")).env("VBAR_DRIVER", EXAMPLE_DRIVER));
     assert_eq!(printed.matches("the bytes must be written").count(), 2, "{printed}");
 }

@@ -36,8 +36,6 @@ impl Leaks {
 enum Kind {
     /// Takes a model, prints a line for each tensor.
     Smallest,
-    /// As that, the model has to be where it is run.
-    SmallestHere,
     /// Makes a model, says whether its results are right.
     Engine,
     /// Takes a folder, prints nothing when all is well.
@@ -66,7 +64,7 @@ const fn test(name: &'static str, sources: &'static [&'static str]) -> Program {
 pub(crate) const EXAMPLES: &[Program] = &[
     example("smallest_c", &["examples/smallest.c"], Kind::Smallest),
     example("engine_c", &["examples/engine.c"], Kind::Engine),
-    example("smallest_cpp", &["examples/smallest.cpp"], Kind::SmallestHere),
+    example("smallest_cpp", &["examples/smallest.cpp"], Kind::Smallest),
     example("engine_cpp", &["examples/engine.cpp"], Kind::Engine),
 ];
 
@@ -108,12 +106,12 @@ impl Program {
         command.env("VBAR_DRIVER", "sim:capacity=512M,address_space=8G");
         command.env("LD_LIBRARY_PATH", tree.lib()).current_dir(folder.path());
         let model = folder.path().join("model.safetensors");
-        if matches!(self.kind, Kind::Smallest | Kind::SmallestHere) {
+        if self.kind == Kind::Smallest {
             synthesize(&model, 1 << 20, 7).unwrap();
         }
         match self.kind {
             Kind::Smallest => drop(command.arg(&model)),
-            Kind::SmallestHere | Kind::Engine => {}
+            Kind::Engine => {}
             Kind::Test => drop(command.arg(folder.path())),
             Kind::Failing => {
                 command.arg(folder.path()).args(Verb::ALL.iter().map(|verb| verb.name()));
@@ -122,7 +120,7 @@ impl Program {
         let printed = run(&mut command);
         let last = printed.lines().last().unwrap_or_default();
         let good = match self.kind {
-            Kind::Smallest | Kind::SmallestHere => last.contains(" bytes at 0x"),
+            Kind::Smallest => last.contains(" bytes at 0x"),
             Kind::Engine => last == "all results are right",
             Kind::Test => printed.is_empty(),
             Kind::Failing => last.ends_with(" failures"),
