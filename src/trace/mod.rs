@@ -24,6 +24,7 @@ use std::time::Instant;
 pub use chrome::FILE_START;
 pub use kind::{Counter, Kind, Record, What};
 pub use lane::{is_on, start, stop};
+pub(crate) use taken::RESIDENT;
 pub use taken::{Thread, Total, Trace};
 
 use crate::process;
