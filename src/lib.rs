@@ -24,7 +24,8 @@
 //! 2  memory/{page_table, policy, budget}  model/{binding, schedule, placement, policy_model}
 //!    copy/ring  host/{safetensors, allowance}                                          pure
 //! 1  driver/{cuda, sim}      the door
-//! 0  units  error  names  options  outcome  counters  process  slots  sync/ticket  driver/code
+//! 0  units  error  names  options  outcome  counters  trace  process  slots  sync/ticket
+//!    driver/code
 //! ```
 //!
 //! # Locks
@@ -59,6 +60,7 @@ pub mod process;
 pub mod runtime;
 pub mod slots;
 pub mod sync;
+pub mod trace;
 pub mod units;
 
 pub use error::{Error, ErrorCode, Result};

@@ -3,8 +3,6 @@
 //! Every refusal has a reason and every wait a kind, and both are counted, so that the question
 //! "why was this weight not resident" always has an answer in the statistics.
 
-use std::fmt;
-
 macro_rules! kinds {
     ($(#[$meta:meta])* $name:ident { $($(#[$doc:meta])* $variant:ident = $text:literal,)* }) => {
         $(#[$meta])*
@@ -23,13 +21,14 @@ macro_rules! kinds {
             }
         }
 
-        impl fmt::Display for $name {
-            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        impl std::fmt::Display for $name {
+            fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
                 f.write_str(self.word())
             }
         }
     };
 }
+pub(crate) use kinds;
 
 kinds! {
     /// Why a range is offloaded: not resident, by decision.

@@ -16,6 +16,7 @@ const ROWS: &[(&str, u32)] = &[
     ("outcome", 0),
     ("process", 0),
     ("counters", 0),
+    ("trace", 0),
     ("slots", 0),
     ("sync", 0),
     ("sync/ticket", 0),

@@ -19,6 +19,7 @@ use crate::process;
 use crate::sync::device::Device;
 use crate::sync::fence::StreamSlot;
 use crate::sync::ticket::Ticket;
+use crate::trace::{self, Kind};
 use crate::units::{DeviceAddress, MIB, Stream};
 
 /// Largest staging slot: copies of 16 MiB come within 1 % of the link rate.
@@ -143,7 +144,12 @@ impl Filler {
     ) -> Result<Ticket> {
         let slot = self.staging.take(&self.device)?;
         let length = (span.end - span.start) as usize;
+        let read = trace::span(Kind::Read).device(self.device.ordinal).detail("file");
+        let read = read.bytes(segments.iter().map(|s| s.target.end - s.target.start).sum());
         slot.with(|memory| read_segments(job.bound, segments, span.start, memory.bytes_mut()))?;
+        drop(read);
+        let copied = trace::span(Kind::Copy).device(self.device.ordinal).stream(self.stream);
+        let _copied = copied.bytes(length as u64);
         let target = job.base.offset(span.start);
         let copy = || slot.with(|memory| memory.copy_to_device(0..length, target, self.stream));
         self.device.retry(copy).map_err(|error| self.device.note(error.into()))?;

@@ -12,11 +12,13 @@ use std::sync::Arc;
 use crate::driver::{Driver, DriverResult};
 use crate::error::{Error, ErrorCode, Result};
 use crate::process;
+use crate::trace::{self, Kind};
 use crate::units::{DeviceAddress, Stream};
 
 struct LockedMemory {
     driver: Arc<dyn Driver>,
     base: NonNull<u8>,
+    bytes: usize,
 }
 
 // SAFETY: the memory belongs to no thread, and the slots made of it do not overlap.
@@ -32,7 +34,9 @@ impl Drop for LockedMemory {
         // SAFETY: `base` came from `mem_host_alloc` of this driver, and the last slot is gone.
         if let Err(error) = unsafe { self.driver.mem_free_host(self.base) } {
             log::warn!("page-locked memory was not freed: {error}");
+            return;
         }
+        trace::unlock_bytes(self.bytes);
     }
 }
 
@@ -55,8 +59,11 @@ pub fn allocate(driver: &Arc<dyn Driver>, count: usize, bytes: usize) -> Result<
     };
     let total = count.checked_mul(bytes).filter(|total| *total > 0);
     let total = total.ok_or_else(|| fail("no such size".into()))?;
+    let span = trace::span(Kind::Register).bytes(total as u64);
     let base = driver.mem_host_alloc(total).map_err(|error| fail(error.to_string()))?;
-    let memory = Arc::new(LockedMemory { driver: Arc::clone(driver), base });
+    drop(span);
+    trace::lock_bytes(total);
+    let memory = Arc::new(LockedMemory { driver: Arc::clone(driver), base, bytes: total });
     let slot = |index| LockedSlot { memory: Arc::clone(&memory), offset: index * bytes, bytes };
     Ok((0..count).map(slot).collect())
 }

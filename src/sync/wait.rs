@@ -14,6 +14,7 @@ use crate::counters::Counters;
 use crate::error::{Error, ErrorCode, Result};
 use crate::outcome::WaitKind;
 use crate::sync::{AtomicU64, Ordering};
+use crate::trace;
 
 /// Asked on a waiting thread whether it should go on waiting: [`ControlFlow::Break`] ends the wait
 /// with `Cancelled`.
@@ -164,5 +165,6 @@ impl<'a> Wait<'a> {
 impl Drop for Wait<'_> {
     fn drop(&mut self) {
         self.counters.wait(self.kind, self.started.elapsed());
+        trace::wait(self.kind.word(), self.started);
     }
 }

@@ -22,7 +22,7 @@ fn check(code: i32, arguments: &[&str]) -> String {
 #[test]
 fn help_fits() {
     check(0, &["--help"]);
-    for subcommand in ["doctor", "inspect", "synth", "run", "stress", "completions"] {
+    for subcommand in ["doctor", "inspect", "synth", "run", "trace", "stress", "completions"] {
         check(0, &[subcommand, "--help"]);
     }
 }

@@ -9,6 +9,7 @@ mod cli_doctor;
 mod cli_help;
 mod cli_inspect;
 mod cli_terminal;
+mod cli_trace;
 mod closing;
 mod closing_threads;
 mod door;

@@ -16,6 +16,7 @@ mod output;
 mod run;
 mod stress;
 mod synth;
+mod trace;
 
 use std::io::ErrorKind;
 use std::process::ExitCode;
@@ -42,6 +43,7 @@ const HELPS: &[(&str, Help)] = &[
     ("inspect", inspect::HELP),
     ("synth", synth::HELP),
     ("run", run::HELP),
+    ("trace", trace::HELP),
     ("stress", stress::HELP),
     ("completions", completions::HELP),
 ];
@@ -64,6 +66,7 @@ enum Command {
     Inspect(inspect::Arguments),
     Synth(synth::Arguments),
     Run(run::Arguments),
+    Trace(trace::Arguments),
     Stress(stress::Arguments),
     Completions(completions::Arguments),
     // For packagers, `make install` among them.
@@ -92,6 +95,7 @@ fn main() -> ExitCode {
         Command::Inspect(arguments) => inspect::inspect(arguments, &output),
         Command::Synth(arguments) => synth::synth(arguments, &output),
         Command::Run(arguments) => run::run(arguments, &output),
+        Command::Trace(arguments) => trace::trace(arguments, &output),
         Command::Stress(arguments) => stress::stress(arguments, &output),
         Command::Completions(arguments) => completions::completions(arguments, &output),
         Command::Man(_) => manual::manual(&output),

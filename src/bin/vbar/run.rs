@@ -26,7 +26,8 @@ use crate::help::{DEVICES, Help, SIZES};
 use crate::models;
 use crate::output::{Output, Verdict};
 use pass::Course;
-use report::{BudgetChange, Done, PassReport, Report};
+pub(crate) use report::Report;
+use report::{BudgetChange, Done, PassReport};
 use screen::Screen;
 use verify::Verifier;
 
@@ -69,6 +70,14 @@ const HEADROOM_PARTS: u64 = 16;
 #[derive(Args)]
 #[command(after_help = HELP.text())]
 pub(crate) struct Arguments {
+    #[command(flatten)]
+    settings: Settings,
+}
+
+// What a run is of and how it goes, for every subcommand that makes one. Not a doc comment: that
+// would become the subcommand's own text.
+#[derive(Args)]
+pub(crate) struct Settings {
     /// A safetensors file, the index of a sharded model, or a folder with one of them
     model: PathBuf,
     /// Device memory in all, scratch included: bytes, or a part of the model [default: what is
@@ -95,6 +104,17 @@ pub(crate) struct Arguments {
 
 /// Runs the command.
 pub(crate) fn run(arguments: &Arguments, output: &Output) -> Result<Verdict> {
+    let report = carry_out(&arguments.settings, output)?;
+    report.show(output);
+    output.object(&report);
+    Ok(Verdict::of(report.ok))
+}
+
+/// Makes a run, showing what goes on; its report has still to be shown.
+///
+/// # Errors
+/// Those of opening model and device, and of every step.
+pub(crate) fn carry_out(arguments: &Settings, output: &Output) -> Result<Report> {
     let model = models::open(&arguments.model)?;
     let expected = arguments.expect.as_deref().map(Model::open).transpose()?;
     let opened = select::open(&arguments.device)?;
@@ -120,10 +140,7 @@ pub(crate) fn run(arguments: &Arguments, output: &Output) -> Result<Verdict> {
         true => Some(verify::checksums(&model, expected.as_ref().unwrap_or(&model), &screen)?),
         false => None,
     };
-    let report = stream(&opened, &runtime, model, checksums, arguments.passes, &screen)?;
-    report.show(output);
-    output.object(&report);
-    Ok(Verdict::of(report.ok))
+    stream(&opened, &runtime, model, checksums, arguments.passes, &screen)
 }
 
 /// 16 MiB, or the largest that gives the budget a few pages to work with.

@@ -20,6 +20,7 @@ use crate::options::Eviction;
 use crate::outcome::Reason;
 use crate::sync::fence::StreamSlot;
 use crate::sync::ticket::Ticket;
+use crate::trace::Kind;
 use crate::units::Stream;
 
 /// Why a plan was not carried out. Everything is as it was.
@@ -112,6 +113,7 @@ impl Pager {
             self.settle_unmapped(&victim.bar, victim.page);
             let now = self.device.fences.now();
             self.state.lock().sink_watermark(victim.bar.id, victim.page, now);
+            self.trace_evict(victim);
             entry.claim.take = Take::Free(frame);
             counters::add(&self.device.counters.pages_evicted, 1);
         }
@@ -130,6 +132,7 @@ impl Pager {
     fn create_missing(&self, placed: &mut [Placed]) -> std::result::Result<(), Failure> {
         let (driver, page_bytes) = (&self.device.driver, self.page_bytes());
         for entry in placed.iter_mut().filter(|entry| entry.frame.is_none()) {
+            let _span = self.span_of_page(Kind::Create, &entry.claim.bar, entry.claim.page);
             let created = self.device.retry(|| driver.mem_create(self.device.ordinal, page_bytes));
             entry.handle = created.map_err(|error| self.failure(error))?;
             entry.frame = Some(self.state.lock().frames.created(entry.handle));
@@ -142,6 +145,7 @@ impl Pager {
         let (driver, page_bytes) = (&self.device.driver, self.page_bytes());
         for entry in placed.iter_mut() {
             let address = entry.claim.bar.address(entry.claim.page);
+            let _span = self.span_of_page(Kind::Map, &entry.claim.bar, entry.claim.page);
             self.device
                 .retry(|| driver.mem_map(address, page_bytes, entry.handle))
                 .map_err(|error| self.failure(error))?;
@@ -155,6 +159,8 @@ impl Pager {
             });
             let count = neighbours.count();
             let (address, bytes) = (first.bar.address(first.page), count as u64 * page_bytes);
+            let pages = first.page.0..first.page.0 + count as u32;
+            let _span = self.span_of(Kind::Access, &first.bar, pages);
             self.device
                 .retry(|| driver.mem_set_access(address, bytes, &[self.device.ordinal]))
                 .map_err(|error| self.failure(error))?;
@@ -211,6 +217,7 @@ impl Pager {
         for entry in &placed {
             if let Take::Victim(victim) = &entry.claim.take {
                 counters::add(&self.device.counters.pages_evicted, 1);
+                self.trace_evict(victim);
                 self.part_with_victim(victim, &entry.claim.users, &mut lingering);
             }
         }
@@ -244,6 +251,7 @@ impl Pager {
             }
         }
         self.changed.notify_all();
+        self.trace_memory();
         first_error.map_or(Ok(published), |error| Err(Failure::Error(error)))
     }
 
@@ -277,6 +285,7 @@ impl Pager {
         cleared: &mut Cleared,
     ) -> std::result::Result<Ticket, Option<Error>> {
         if let Some(bound) = claim.bar.bound() {
+            let _span = self.span_of_page(Kind::Fill, &claim.bar, claim.page);
             let start = claim.bar.page_size.offset_of(claim.page);
             let target = start..start + self.page_bytes();
             let job = FillJob { bound, base: claim.bar.space.base, target };
@@ -381,6 +390,7 @@ impl Pager {
     fn undo_mapping(&self, claim: &Claim) -> bool {
         let address = claim.bar.address(claim.page);
         let driver = &self.device.driver;
+        let _span = self.span_of_page(Kind::Unmap, &claim.bar, claim.page);
         let Err(error) = self.device.retry(|| driver.mem_unmap(address, self.page_bytes())) else {
             return false;
         };
@@ -392,12 +402,16 @@ impl Pager {
     /// Unmaps a page whose users have passed.
     pub(super) fn unmap(&self, victim: &Victim) -> DriverResult<()> {
         let address = victim.bar.address(victim.page);
+        let _span = self.span_of_page(Kind::Unmap, &victim.bar, victim.page);
         self.device.retry(|| self.device.driver.mem_unmap(address, self.page_bytes()))
     }
 
     /// Gives a handle back to the driver; sets it aside when that fails. Returns whether it went.
     pub(super) fn release_handle(&self, handle: FrameHandle) -> bool {
+        let span = self.span(Kind::Release).bytes(self.page_bytes());
         let Err(error) = self.device.retry(|| self.device.driver.mem_release(handle)) else {
+            drop(span);
+            self.trace_memory();
             return true;
         };
         log::error!("frame {:#x} is quarantined: {error}", handle.0);

@@ -18,6 +18,7 @@ use crate::memory::vbar::Bar;
 use crate::options::Eviction;
 use crate::outcome::Reason;
 use crate::sync::ticket::Ticket;
+use crate::trace::{self, Kind};
 use crate::units::PageIndex;
 
 /// A page of a bound VBAR.
@@ -101,6 +102,7 @@ impl Pager {
         self.reap()?;
         self.shrink()?;
         self.prepare_poison()?;
+        let begin_ns = trace::begin();
         let (claims, fetched) = {
             let mut state = self.state.lock();
             self.plan_ahead(&mut state, wanted, spent)
@@ -108,6 +110,7 @@ impl Pager {
         if claims.is_empty() {
             return Ok(fetched);
         }
+        let _span = self.span_of_claims(Kind::Prefetch, begin_ns, &claims);
         let (count, pages) = (claims.len() as u64, fetched.done);
         match self.act(claims, None) {
             Ok(protected) => {
@@ -178,6 +181,7 @@ impl Pager {
 
     /// Says which pages of a bound VBAR are to stay: faults take the others first. `None`: no plan.
     pub fn set_kept(&self, bar: &Bar, kept: Option<Arc<BTreeSet<u32>>>) {
+        self.trace_plan(bar, kept.as_ref().map_or(0, |kept| kept.len()));
         if let Ok(entry) = self.state.lock().open_mut(bar) {
             entry.kept = kept;
         }

@@ -15,6 +15,7 @@ use crate::memory::space::{self, Space};
 use crate::memory::vbar::Bar;
 use crate::sync::context::WithoutEvent;
 use crate::sync::ticket::Ticket;
+use crate::trace::Kind;
 use crate::units::{Generation, PageIndex, Stream};
 
 /// Largest VBAR: 2^31 pages.
@@ -331,10 +332,12 @@ impl Pager {
     }
 
     fn change_budget(&self, change: impl FnOnce(&mut State), without: WithoutEvent) -> Result<()> {
+        let _span = self.span(Kind::Budget);
         {
             let mut state = self.state.lock();
             change(&mut state);
             self.update_eager(&state);
+            self.trace_budget(&state);
         }
         self.device.check()?;
         let _scope = self.device.enter()?;

@@ -20,6 +20,7 @@ mod poll;
 mod reclaim;
 mod release;
 mod state;
+mod traced;
 mod uses;
 
 use std::ops::Range;
@@ -38,6 +39,7 @@ use crate::sync::device::Device;
 use crate::sync::fence::StreamSlot;
 use crate::sync::ticket::Ticket;
 use crate::sync::{Condvar, Mutex};
+use crate::trace::{self, Kind};
 use crate::units::{Generation, PageIndex, Stream};
 
 pub use ahead::{Fetched, PageOf, Role, Spent, Stop, Wanted};
@@ -152,7 +154,7 @@ impl Pager {
 
     #[inline(always)]
     fn plain_hit(&self, bar: &Arc<Bar>, pages: &Range<u32>, stream: Stream) -> Result<Option<Hit>> {
-        if pages.len() != 1 || stream.is_implicit() || bar.is_closed() {
+        if pages.len() != 1 || stream.is_implicit() || bar.is_closed() || trace::is_on() {
             return Ok(None);
         }
         self.device.check()?;
@@ -185,8 +187,9 @@ impl Pager {
         pages: Range<u32>,
         stream: Stream,
     ) -> Result<Faulted<Hold>> {
-        let faulted = self.fault_range(bar, pages.clone(), stream);
-        faulted.map_err(|error| self.fault_failed(error, &[Request { bar, pages }]))
+        let request = [Request { bar, pages: pages.clone() }];
+        let faulted = self.traced(&request, stream, || self.fault_range(bar, pages, stream));
+        faulted.map_err(|error| self.fault_failed(error, &request))
     }
 
     fn fault_range(
@@ -233,7 +236,8 @@ impl Pager {
         requests: &[Request<'_>],
         stream: Stream,
     ) -> Result<Faulted<Vec<Hold>>> {
-        let faulted = self.device.check().and_then(|()| self.fault_slowly(requests, stream));
+        let serve = || self.device.check().and_then(|()| self.fault_slowly(requests, stream));
+        let faulted = self.traced(requests, stream, serve);
         faulted.map_err(|error| self.fault_failed(error, requests))
     }
 
@@ -479,6 +483,7 @@ impl Pager {
                 self.shrink()?;
             }
             self.prepare_poison()?;
+            let begin_ns = trace::begin();
             let planned = {
                 let mut state = self.state.lock();
                 for request in requests {
@@ -492,6 +497,7 @@ impl Pager {
             match planned {
                 Planned::Ready(protected) => return Ok(Faulted::Resident(protected)),
                 Planned::Act(claims, mut protected) => {
+                    let _span = self.span_of_claims(Kind::Claim, begin_ns, &claims);
                     counters::add(&self.device.counters.misses, 1);
                     match self.act(claims, writer) {
                         Ok(mapped) => {

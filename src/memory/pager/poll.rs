@@ -42,6 +42,7 @@ impl Pager {
             let held = u64::from(held_before) * self.page_bytes();
             state.budget.observe(held, memory.free_bytes, memory.total_bytes);
             self.update_eager(&state);
+            self.trace_budget(&state);
         }
         Ok(())
     }

@@ -208,6 +208,7 @@ impl Pager {
         for (victim, _) in taken {
             state.remove_resident(victim.bar.id, victim.page);
             state.sink_watermark(victim.bar.id, victim.page, now);
+            self.trace_evict(victim);
         }
         counters::add(&self.device.counters.pages_evicted, taken.len() as u64);
     }

@@ -16,13 +16,9 @@ use crate::sync::ticket::Ticket;
 use crate::units::{PageIndex, Stream};
 
 impl Pager {
-    /// Gives the pins of a hold back. Work that used the pages on the hold's stream was enqueued
-    /// before the call; the pages keep their bytes until it is done.
-    ///
-    /// # Errors
-    /// `StaleToken` when a forced end of run took pins back before; the others were given back.
+    /// As [`Pager::unpin`], which records it in a trace if there is one.
     #[inline(always)]
-    pub fn unpin(&self, bar: &Arc<Bar>, hold: &Hold) -> Result<()> {
+    pub(super) fn unpin_untraced(&self, bar: &Arc<Bar>, hold: &Hold) -> Result<()> {
         if crate::process::ending() {
             return Ok(());
         }

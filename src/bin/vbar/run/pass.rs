@@ -6,6 +6,7 @@
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
+use vbar::trace::{self, Kind};
 use vbar::{Fault, ModelBar, Result};
 
 use super::screen::Screen;
@@ -42,6 +43,7 @@ impl Course<'_> {
         verifier: Option<&mut Verifier>,
         between_halves: impl FnOnce() -> Result<()>,
     ) -> Result<Counted> {
+        let _span = trace::span(Kind::Pass).device(self.compute.device().ordinal);
         let start = Instant::now();
         let filled_before = self.filled_bytes();
         let mut counted = Counted::default();

@@ -58,7 +58,7 @@ pub(super) struct Done<'a> {
 
 /// The whole run. The serialized fields are part of the program's interface.
 #[derive(Serialize)]
-pub(super) struct Report {
+pub(crate) struct Report {
     device: String,
     model_bytes: u64,
     tensor_count: usize,
@@ -74,7 +74,7 @@ pub(super) struct Report {
     waits: BTreeMap<&'static str, Wait>,
     /// That the numbers say little, and what to do.
     warning: Option<String>,
-    pub(super) ok: bool,
+    pub(crate) ok: bool,
     #[serde(skip)]
     statistics: Statistics,
 }
@@ -135,7 +135,7 @@ impl Report {
     }
 
     /// The totals, for people; the passes have been shown one by one.
-    pub(super) fn show(&self, output: &Output) {
+    pub(crate) fn show(&self, output: &Output) {
         let sum = |of: fn(&PassReport) -> u64| self.passes.iter().map(of).sum::<u64>();
         let ms: f64 = self.passes.iter().map(|pass| pass.ms).sum();
         let (copied, used) =
