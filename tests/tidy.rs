@@ -27,7 +27,6 @@ const ROWS: &[(&str, u32)] = &[
     ("memory/budget", 2),
     ("model/binding", 2),
     ("model/schedule", 2),
-    ("copy/course", 2),
     ("model/placement", 2),
     ("model/policy_model", 2),
     ("copy/ring", 2),

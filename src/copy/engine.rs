@@ -6,6 +6,7 @@
 //! fault that comes before its pages helps itself, and whatever the engine does wrong costs time
 //! and no byte. It keeps nothing alive: whoever stops it waits for its end.
 
+mod course;
 mod notes;
 mod plan;
 mod runner;

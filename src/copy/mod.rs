@@ -1,6 +1,5 @@
 //! Bytes on their way from files to frames.
 
-pub mod course;
 pub mod engine;
 pub mod fill;
 pub mod ring;

@@ -7,10 +7,10 @@ use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 use std::time::Duration;
 
+use super::course::{Arrival, Course};
 use super::notes::{Note, Notes, Taken};
 use super::plan::Plan;
 use super::samples::Sample;
-use crate::copy::course::{Arrival, Course};
 use crate::error::{Error, ErrorCode, Result};
 use crate::memory::pager::{Fetched, PageOf, Pager, Role, Spent, Stop, Wanted};
 use crate::memory::vbar::Bar;

@@ -1,4 +1,4 @@
-//! Who follows the uses of bound VBARs: told of every fault and unpin while VBARs exceed the budget.
+//! Who follows the uses of bound VBARs: told of faults and unpins while VBARs exceed the budget.
 //!
 //! An engine that learns the order of faults registers itself here. It is called on the program's
 //! threads, with no lock held, after the pager is done with the fault or the unpin; it takes a note

@@ -11,7 +11,7 @@ use std::collections::{HashMap, HashSet, VecDeque};
 
 /// What a fault was, as the course sees it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Arrival {
+pub(super) enum Arrival {
     /// The step in front.
     Expected,
     /// Another one: what was entered is void.
@@ -20,7 +20,7 @@ pub enum Arrival {
 
 /// See the module's text.
 #[derive(Default)]
-pub struct Course {
+pub(super) struct Course {
     /// Expected and not faulted yet, the next one first.
     entered: VecDeque<Box<[Span]>>,
     /// Times that a page is in an entered step or in use.
@@ -34,13 +34,13 @@ pub struct Course {
 }
 
 /// The pages of spans, one after the other.
-pub fn pages_of(spans: &[Span]) -> impl Iterator<Item = PageRef> + '_ {
+pub(super) fn pages_of(spans: &[Span]) -> impl Iterator<Item = PageRef> + '_ {
     spans.iter().flat_map(Span::pages)
 }
 
 impl Course {
     /// Enters the step that is expected after all that are entered.
-    pub fn enter(&mut self, step: &[Span]) {
+    pub(super) fn enter(&mut self, step: &[Span]) {
         for key in pages_of(step) {
             let uses = self.uses.entry(key).or_default();
             *uses += 1;
@@ -53,19 +53,17 @@ impl Course {
     }
 
     /// Steps that are entered.
-    #[must_use]
-    pub fn entered_count(&self) -> usize {
+    pub(super) fn entered_count(&self) -> usize {
         self.entered.len()
     }
 
     /// Whether a step with these spans is the one in front.
-    #[must_use]
-    pub fn is_next(&self, spans: &[Span]) -> bool {
+    pub(super) fn is_next(&self, spans: &[Span]) -> bool {
         self.entered.front().is_some_and(|step| **step == *spans)
     }
 
     /// The program has faulted these spans. `kept` says whether a plan keeps a page.
-    pub fn faulted(&mut self, spans: &[Span], kept: impl Fn(PageRef) -> bool) -> Arrival {
+    pub(super) fn faulted(&mut self, spans: &[Span], kept: impl Fn(PageRef) -> bool) -> Arrival {
         if self.is_next(spans) {
             // From entered to in use: the counts stay.
             self.entered.pop_front();
@@ -80,14 +78,14 @@ impl Course {
     }
 
     /// The program has given the pins of a span back.
-    pub fn unpinned(&mut self, span: &Span, kept: impl Fn(PageRef) -> bool) {
+    pub(super) fn unpinned(&mut self, span: &Span, kept: impl Fn(PageRef) -> bool) {
         for page in span.pages() {
             self.end_use(page, &kept);
         }
     }
 
     /// Voids what is entered; what is in use stays so.
-    pub fn clear(&mut self, kept: impl Fn(PageRef) -> bool) {
+    pub(super) fn clear(&mut self, kept: impl Fn(PageRef) -> bool) {
         self.wanted.clear();
         for step in std::mem::take(&mut self.entered) {
             pages_of(&step).for_each(|key| self.end_use(key, &kept));
@@ -109,14 +107,14 @@ impl Course {
     }
 
     /// Adds a page that may lose its frame, unless it is needed.
-    pub fn add_spent(&mut self, key: PageRef) {
+    pub(super) fn add_spent(&mut self, key: PageRef) {
         if !self.uses.contains_key(&key) && self.is_spent.insert(key) {
             self.spent.push_back(key);
         }
     }
 
     /// Takes the page out that was spent first.
-    pub fn take_spent(&mut self) -> Option<PageRef> {
+    pub(super) fn take_spent(&mut self) -> Option<PageRef> {
         // What was needed again meanwhile is in the line still, and not in the set.
         while let Some(key) = self.spent.pop_front() {
             if self.is_spent.remove(&key) {
@@ -127,49 +125,47 @@ impl Course {
     }
 
     /// Whether the page is entered or in use.
-    #[must_use]
-    pub fn is_needed(&self, key: PageRef) -> bool {
+    #[cfg(test)]
+    pub(super) fn is_needed(&self, key: PageRef) -> bool {
         self.uses.contains_key(&key)
     }
 
     /// Pages that may lose their frames.
-    #[must_use]
-    pub fn spent_count(&self) -> usize {
+    #[cfg(test)]
+    pub(super) fn spent_count(&self) -> usize {
         self.is_spent.len()
     }
 
     /// The pages that are wanted next, up to `count`.
-    #[must_use]
-    pub fn wanted(&self, count: usize) -> Vec<PageRef> {
+    pub(super) fn wanted(&self, count: usize) -> Vec<PageRef> {
         self.wanted.iter().take(count).copied().collect()
     }
 
     /// The first `count` of the wanted pages have their frames, or cannot have them.
-    pub fn fetched(&mut self, count: usize) {
+    pub(super) fn fetched(&mut self, count: usize) {
         self.wanted.drain(..count.min(self.wanted.len()));
     }
 
     /// Takes pages off the front that `fetched` holds for.
-    pub fn skip_fetched(&mut self, fetched: impl Fn(PageRef) -> bool) {
+    pub(super) fn skip_fetched(&mut self, fetched: impl Fn(PageRef) -> bool) {
         while self.wanted.front().is_some_and(|page| fetched(*page)) {
             self.wanted.pop_front();
         }
     }
 
     /// No page may lose its frame until it is added again.
-    pub fn clear_spent(&mut self) {
+    pub(super) fn clear_spent(&mut self) {
         self.spent.clear();
         self.is_spent.clear();
     }
 
     /// Whether every page of the entered steps was fetched.
-    #[must_use]
-    pub fn is_all_fetched(&self) -> bool {
+    pub(super) fn is_all_fetched(&self) -> bool {
         self.wanted.is_empty()
     }
 
     /// Forgets everything about a VBAR.
-    pub fn forget(&mut self, bar: BarId) {
+    pub(super) fn forget(&mut self, bar: BarId) {
         self.entered.retain(|step| step.iter().all(|span| span.bar != bar));
         self.wanted.retain(|key| key.bar != bar);
         self.uses.retain(|key, _| key.bar != bar);
