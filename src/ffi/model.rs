@@ -404,7 +404,7 @@ impl ModelEntry {
             dtype: VbarDtype::from(tensor.dtype) as u32,
             bytes: tensor.bytes,
             address: self.bar.address(number).0,
-            bar_offset: self.bar.place(number).start,
+            bar_offset: self.bar.range(number).start,
             file_offset: tensor.offset,
             file: tensor.file as u32,
             reserved: 0,

@@ -78,7 +78,7 @@ impl Allocation {
         &self.vbar.runtime
     }
 
-    /// The bytes' place in the VBAR.
+    /// Its bytes in the VBAR.
     #[must_use]
     pub fn range(&self) -> Range<u64> {
         self.range.clone()

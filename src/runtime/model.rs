@@ -77,12 +77,12 @@ impl ModelBar {
         &self.model
     }
 
-    /// A tensor's place in the VBAR, in bytes; 512-byte aligned.
+    /// A tensor's bytes in the VBAR; the first one is 512-byte aligned.
     ///
     /// # Panics
     /// For an index that the model does not have.
     #[must_use]
-    pub fn place(&self, tensor: usize) -> Range<u64> {
+    pub fn range(&self, tensor: usize) -> Range<u64> {
         self.places[tensor].clone()
     }
 
@@ -115,7 +115,7 @@ impl ModelBar {
     /// # Panics
     /// For an index that the model does not have.
     pub fn fault(&self, tensor: usize, stream: Stream) -> Result<Fault<Guard<'_>>> {
-        self.vbar.fault(self.place(tensor), stream).map_err(|error| {
+        self.vbar.fault(self.range(tensor), stream).map_err(|error| {
             let name = &self.model.tensors()[tensor].name;
             error.context(format!("tensor {}", crate::names::quoted(name)))
         })

@@ -88,7 +88,7 @@ impl Bench {
     /// Pages that one tensor touches, at most.
     fn widest(&self) -> u64 {
         let pages = |tensor| {
-            let place = self.bar.place(tensor);
+            let place = self.bar.range(tensor);
             place.end.div_ceil(P) - place.start / P
         };
         (0..self.count()).map(pages).max().unwrap()
@@ -332,7 +332,7 @@ fn copies_and_fences_that_fail_leave_no_page_behind() {
 fn a_miss_on_a_capturing_stream_is_filled_and_waited_for() {
     let bench = bench(budget_options(16));
     let (world, stream) = (&bench.world, bench.world.stream);
-    let tensor = (0..bench.count()).find(|at| bench.bar.place(*at).end > P).unwrap();
+    let tensor = (0..bench.count()).find(|at| bench.bar.range(*at).end > P).unwrap();
     let expected = tensor_sum(&bench.bar, SEED, tensor);
     world.sim.begin_capture(stream, CaptureMode::Global).unwrap();
     bench.use_tensor(tensor, stream);

@@ -168,7 +168,7 @@ fn places_are_those_of_a_bound_model() {
     let bar = world.runtime.bind_model(Model::open(&path).unwrap()).unwrap();
     let tensors = report["tensors"].as_array().unwrap();
     for (index, tensor) in tensors.iter().enumerate() {
-        let place = bar.place(index);
+        let place = bar.range(index);
         assert_eq!(number(tensor, "vbar_offset"), place.start, "{tensor}");
         assert_eq!(number(tensor, "first_page"), place.start / P);
         let pages = if place.is_empty() { 0 } else { place.end.div_ceil(P) - place.start / P };

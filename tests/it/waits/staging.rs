@@ -57,7 +57,7 @@ impl Held {
     fn apart(&self) -> Vec<usize> {
         let (mut apart, mut end) = (Vec::new(), 0);
         for tensor in 0..self.bar.model().tensors().len() {
-            let place = self.bar.place(tensor);
+            let place = self.bar.range(tensor);
             if place.start / P >= end && place.end > place.start {
                 apart.push(tensor);
                 end = place.end.div_ceil(P);

@@ -218,7 +218,7 @@ impl Done<'_> {
     /// Where each tensor fits, one at a time.
     fn least_budget(&self) -> u64 {
         let page_size = self.bar.vbar().runtime().page_size();
-        let places = (0..self.bar.model().tensors().len()).map(|tensor| self.bar.place(tensor));
+        let places = (0..self.bar.model().tensors().len()).map(|tensor| self.bar.range(tensor));
         let pages = places
             .filter(|place| !place.is_empty())
             .map(|place| page_size.pages_for(place.end) - place.start / page_size.bytes());

@@ -181,7 +181,7 @@ impl Worker<'_> {
         self.tell(|| format!("bytes {start}..{end} of tensor {tensor} on {stream:?}"));
         let bound = self.world.bound();
         let _usage = bound.usage.0.read();
-        let place = bound.bar.place(tensor).start;
+        let place = bound.bar.range(tensor).start;
         let range = place + start as u64..place + end as u64;
         let Fault::Resident(guard) = bound.bar.vbar().fault(range, stream)? else { return Ok(()) };
         let expected = checksum(&bytes[start..end], 0);
@@ -200,7 +200,7 @@ impl Worker<'_> {
         let (bound, bare) = (self.world.bound(), self.world.bare(number));
         let _usages = (bound.usage.0.read(), bare.usage.0.read());
         let piece = &bare.pieces[(drawn % bare.pieces.len() as u64) as usize];
-        let places = tensors.iter().map(|tensor| (bound.bar.vbar(), bound.bar.place(*tensor)));
+        let places = tensors.iter().map(|tensor| (bound.bar.vbar(), bound.bar.range(*tensor)));
         let ranges: Vec<_> = places.chain([(&bare.vbar, piece.allocation.range())]).collect();
         let Fault::Resident(guards) = self.world.runtime.fault_many(&ranges, stream)? else {
             return Ok(());
