@@ -26,7 +26,7 @@ fn time(event: &Value, key: &str) -> f64 {
 
 /// Every span has a known name and a time, and within its thread lies in the one around it.
 #[track_caller]
-fn check_spans(events: &[Value]) {
+pub(crate) fn check_spans(events: &[Value]) {
     let known: BTreeSet<&str> = Kind::ALL.iter().map(|kind| kind.word()).collect();
     let mut threads: BTreeMap<u64, Vec<(f64, f64)>> = BTreeMap::new();
     for event in of(events, "X") {

@@ -33,6 +33,7 @@ mod seams;
 mod sim_device;
 mod streams;
 mod threads;
+mod traces;
 mod transient;
 mod waits;
 mod world;
