@@ -85,7 +85,7 @@ impl ModelBar {
     /// # Panics
     /// For an index that the model does not have.
     pub fn prefetch(&self, tensor: usize) -> Result<()> {
-        self.vbar().prefetch(self.place(tensor))
+        self.vbar().prefetch(self.range(tensor))
     }
 
     /// Says in which order the program will fault the model's tensors, one by one; see
@@ -98,7 +98,7 @@ impl ModelBar {
     /// For an index that the model does not have.
     pub fn schedule_hint(&self, order: &[usize]) -> Result<()> {
         let steps: Vec<_> =
-            order.iter().map(|tensor| vec![(self.vbar(), self.place(*tensor))]).collect();
+            order.iter().map(|tensor| vec![(self.vbar(), self.range(*tensor))]).collect();
         self.vbar().runtime().schedule_hint(&steps)
     }
 }
