@@ -5,7 +5,8 @@ use std::process::{Command, Stdio};
 
 use crate::program::{json, lines, output};
 
-const SUBCOMMANDS: &[&str] = &["doctor", "inspect", "synth", "run", "stress", "completions"];
+const SUBCOMMANDS: &[&str] =
+    &["doctor", "inspect", "synth", "run", "stress", "bench", "completions"];
 
 /// The options and arguments that a subcommand's help lists: `--device`, `<MODEL>`, `[MODEL]`.
 fn listed(help: &str) -> Vec<String> {

@@ -4,6 +4,7 @@
 //! nothing here is needed by a program that uses it.
 
 mod arguments;
+mod bench;
 mod completions;
 mod compute;
 mod doctor;
@@ -43,6 +44,7 @@ const HELPS: &[(&str, Help)] = &[
     ("synth", synth::HELP),
     ("run", run::HELP),
     ("stress", stress::HELP),
+    ("bench", bench::HELP),
     ("completions", completions::HELP),
 ];
 
@@ -65,6 +67,7 @@ enum Command {
     Synth(synth::Arguments),
     Run(run::Arguments),
     Stress(stress::Arguments),
+    Bench(bench::Arguments),
     Completions(completions::Arguments),
     // For packagers, `make install` among them.
     #[command(hide = true)]
@@ -93,6 +96,7 @@ fn main() -> ExitCode {
         Command::Synth(arguments) => synth::synth(arguments, &output),
         Command::Run(arguments) => run::run(arguments, &output),
         Command::Stress(arguments) => stress::stress(arguments, &output),
+        Command::Bench(arguments) => bench::bench(arguments, &output),
         Command::Completions(arguments) => completions::completions(arguments, &output),
         Command::Man(_) => manual::manual(&output),
     };
