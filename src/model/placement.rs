@@ -116,6 +116,15 @@ pub struct Ranking {
     timetable: Vec<(Visit, u32)>,
 }
 
+/// A placement without its ranking, to be kept beside it: [`Ranking::at`] puts them together.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct Cut {
+    /// Pages that are streamed: so many of the order.
+    pub streamed: u32,
+    /// Frames that they share.
+    pub streaming_frames: u32,
+}
+
 /// Which pages stay, and how many frames the others share.
 #[derive(Clone, Debug)]
 pub struct Placement<'a> {
@@ -216,6 +225,13 @@ impl Ranking {
         }
     }
 
+    /// The placement that a cut of this ranking was taken from. O(1).
+    #[must_use]
+    pub fn at(&self, cut: Cut) -> Placement<'_> {
+        let Cut { streamed, streaming_frames } = cut;
+        Placement { ranking: self, streamed: streamed.min(self.page_count()), streaming_frames }
+    }
+
     /// The placement whose streaming frames hold the streamed parts of the step in use and of the
     /// next, and [`SPARE_FRAMES`] more; fewer where `frames` do not suffice for that.
     ///
@@ -273,6 +289,12 @@ impl Placement<'_> {
     #[must_use]
     pub fn streamed(&self) -> &[PageRef] {
         &self.ranking.pages[..self.streamed as usize]
+    }
+
+    /// What is to be kept of it beside its ranking.
+    #[must_use]
+    pub fn cut(&self) -> Cut {
+        Cut { streamed: self.streamed, streaming_frames: self.streaming_frames }
     }
 
     /// Frames for streaming; 0 where everything stays.
