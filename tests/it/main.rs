@@ -5,6 +5,7 @@
 mod allocations;
 mod bound;
 mod cli;
+mod cli_bench;
 mod cli_doctor;
 mod cli_help;
 mod cli_inspect;
