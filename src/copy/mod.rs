@@ -1,5 +1,9 @@
 //! Bytes on their way from files to frames.
 
+mod cache;
 pub mod fill;
+mod pipeline;
+pub mod readers;
 pub mod ring;
+mod span;
 pub mod staging;

@@ -12,6 +12,7 @@ use std::time::Duration;
 
 use super::Request;
 use super::state::{Lingering, State};
+use crate::copy::fill::Keep;
 use crate::error::{Error, ErrorCode, Result};
 use crate::memory::budget::BudgetSource;
 use crate::memory::frames::FrameIndex;
@@ -34,6 +35,8 @@ pub(super) struct Claim {
     pub(super) users: Vec<Ticket>,
     /// The page goes through a streaming frame.
     pub(super) streams: bool,
+    /// Whether its bytes are worth a place in the page-locked cache.
+    pub(super) keep: Keep,
 }
 
 impl Claim {
@@ -344,7 +347,7 @@ fn claim(
             debug_assert!(claimed.is_ok(), "absent pages are claimed under the lock only");
             let (bar, page) = (Arc::clone(bar), *page);
             let streams = own == OwnVictims::Some && bar.bound().is_some();
-            Claim { bar, page, take, users, streams }
+            Claim { bar, page, take, users, streams, keep: Keep::No }
         })
         .collect()
 }
