@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use super::state::{BarState, Life, State};
 use super::{Pager, Poll};
+use crate::copy::fill::LockedBytes;
 use crate::driver::CaptureState;
 use crate::error::{Error, ErrorCode, Result};
 use crate::host::bound::Bound;
@@ -457,6 +458,13 @@ impl Pager {
             bars: state.bars.len() as u32 - state.closing,
             closing_bars: state.closing,
         }
+    }
+
+    /// Page-locked bytes that the pager holds, by what holds them.
+    #[must_use]
+    pub fn locked(&self) -> LockedBytes {
+        let filler = self.filler.try_lock();
+        filler.and_then(|filler| Some(filler.as_ref()?.locked())).unwrap_or_default()
     }
 
     /// Page-locked bytes that the pager holds.
