@@ -90,6 +90,36 @@ pub struct Sources {
     pub direct: AtomicU64,
 }
 
+/// A reading of [`Sources`], in bytes.
+#[derive(Clone, Copy, Default, PartialEq, Eq, Debug)]
+pub struct SourceBytes {
+    /// Copied from the page-locked cache: nothing was read for them.
+    pub locked_cache_bytes: u64,
+    /// Copied from registered pages of the page cache.
+    pub registered_bytes: u64,
+    /// Read from the page cache, without waiting.
+    pub page_cache_bytes: u64,
+    /// Read from the disk.
+    pub disk_bytes: u64,
+    /// Of `disk_bytes`, those that went past the page cache.
+    pub direct_bytes: u64,
+}
+
+impl Sources {
+    /// The bytes so far.
+    #[must_use]
+    pub fn bytes(&self) -> SourceBytes {
+        let load = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+        SourceBytes {
+            locked_cache_bytes: load(&self.locked_cache),
+            registered_bytes: load(&self.registered),
+            page_cache_bytes: load(&self.page_cache),
+            disk_bytes: load(&self.disk),
+            direct_bytes: load(&self.direct),
+        }
+    }
+}
+
 /// The counters of one runtime.
 #[derive(Default)]
 pub struct Counters {

@@ -228,11 +228,15 @@ impl Filler {
     pub fn housekeep(&self) -> Result<()> {
         let above = self.room.excess_bytes() > 0;
         let surplus = if above || self.room.is_short() { Surplus::Any } else { Surplus::LongIdle };
-        self.give_back(self.cache.take_out(surplus, WINDOWS_A_CALL)).map(drop)
+        let mut windows = self.cache.take_out(surplus, WINDOWS_A_CALL);
+        if above && windows.is_empty() {
+            windows = self.staging.take_out(&self.device, WINDOWS_A_CALL)?;
+        }
+        self.give_back(windows).map(drop)
     }
 
-    /// Gives page-locked memory back until `target_bytes` are held, or what is left is in use.
-    /// Returns the bytes given back. Waits for the device.
+    /// Gives page-locked memory back until `target_bytes` are held, or what is left is in use; one
+    /// slot of the ring stays. Returns the bytes given back. Waits for the device.
     ///
     /// # Errors
     /// What the driver says when the context is entered.
@@ -240,7 +244,10 @@ impl Filler {
         let window_bytes = self.staging.slot_bytes() as u64;
         let excess = self.locked_bytes().saturating_sub(target_bytes);
         let count = excess.div_ceil(window_bytes) as usize;
-        self.give_back(self.cache.take_out(Surplus::Any, count))
+        let mut windows = self.cache.take_out(Surplus::Any, count);
+        let missing = count - windows.len();
+        windows.extend(self.staging.take_out(&self.device, missing)?);
+        self.give_back(windows)
     }
 
     fn give_back(&self, windows: Vec<LockedSlot>) -> Result<u64> {
@@ -336,14 +343,20 @@ fn make_ring(
         tell_slower(&error);
         return (Staging::empty(slot_bytes), true);
     }
-    match Staging::new(device, count, slot_bytes) {
-        Ok(staging) => (staging, false),
-        Err(error) => {
-            room.release((count * slot_bytes) as u64);
-            tell_slower(&error);
-            (Staging::empty(slot_bytes), true)
+    // Apart, so that each can go by itself when the host runs short of memory.
+    let mut slots = Vec::with_capacity(count);
+    let mut told = false;
+    while slots.len() < count && !told {
+        match locked::allocate(&device.driver, 1, slot_bytes) {
+            Ok(slot) => slots.extend(slot),
+            Err(error) => {
+                tell_slower(&error);
+                told = true;
+            }
         }
     }
+    room.release(((count - slots.len()) * slot_bytes) as u64);
+    (Staging::of(slots, slot_bytes), told)
 }
 
 fn tell_slower(error: &Error) {
