@@ -733,7 +733,8 @@ typedef uint32_t VbarWaitKind;
 /*
  Takes one message: its level (a `VbarLogLevel`), a C string that lives during the call, and the
  pointer given with the callback. Called by whichever thread is about to leave a call of the
- library, one at a time, with no lock held. It must not throw or jump out.
+ library, one at a time, with no lock held. What it calls leaves that call's status and message
+ as they are. It must not throw or jump out.
  */
 typedef void (*VbarLogCallback)(uint32_t level, const char *message, void *user);
 
