@@ -17,6 +17,7 @@ use super::status::VbarStatus;
 use super::token::{self, VbarToken};
 use super::value::{Growing, Out, Plain, read_array, read_growing};
 use crate::error::{Error, ErrorCode, Result};
+use crate::slots::thread;
 use crate::sync::{Acquire, Release};
 use crate::units::Stream;
 
@@ -327,7 +328,7 @@ unsafe extern "C" fn delete_unversioned(managed: *mut Managed) {
 fn give_back(token: VbarToken, stream: VbarStream) {
     let stream = if Stream(stream).is_implicit() { Stream(stream) } else { Stream::NONE };
     call(|| {
-        let given_back = token::give_back(token, stream);
+        let given_back = thread::with(|thread| token::give_back(thread, token, stream));
         match &given_back {
             Ok(()) => {}
             // A forced end of run took the pins before.

@@ -32,6 +32,7 @@ use crate::memory::page_table::{Page, PageState, Pin};
 use crate::memory::vbar::Bar;
 use crate::options::{Eviction, HEADROOM_DEFAULT};
 use crate::outcome::{Reason, WaitKind};
+use crate::slots::thread::{self, Thread};
 use crate::sync::device::Device;
 use crate::sync::fence::StreamSlot;
 use crate::sync::ticket::Ticket;
@@ -117,7 +118,7 @@ impl Pager {
         pages: Range<u32>,
         stream: Stream,
     ) -> Result<Faulted<Hold>> {
-        match self.hit(bar, &pages, stream)? {
+        match thread::with(|thread| self.hit(thread, bar, &pages, stream))? {
             Some(hit) => Ok(Faulted::Resident(hit.into_hold())),
             None => self.fault_otherwise(bar, pages, stream),
         }
@@ -130,15 +131,27 @@ impl Pager {
     /// # Errors
     /// As [`Pager::fault`].
     #[inline(always)]
-    pub fn hit(&self, bar: &Arc<Bar>, pages: &Range<u32>, stream: Stream) -> Result<Option<Hit>> {
-        match self.plain_hit(bar, pages, stream) {
+    pub fn hit(
+        &self,
+        thread: &Thread,
+        bar: &Arc<Bar>,
+        pages: &Range<u32>,
+        stream: Stream,
+    ) -> Result<Option<Hit>> {
+        match self.plain_hit(thread, bar, pages, stream) {
             Err(error) => Err(self.fault_failed(error, &[Request { bar, pages: pages.clone() }])),
             hit => hit,
         }
     }
 
     #[inline(always)]
-    fn plain_hit(&self, bar: &Arc<Bar>, pages: &Range<u32>, stream: Stream) -> Result<Option<Hit>> {
+    fn plain_hit(
+        &self,
+        thread: &Thread,
+        bar: &Arc<Bar>,
+        pages: &Range<u32>,
+        stream: Stream,
+    ) -> Result<Option<Hit>> {
         if pages.len() != 1 || stream.is_implicit() || bar.is_closed() {
             return Ok(None);
         }
@@ -157,7 +170,7 @@ impl Pager {
         if word.state != PageState::Resident && !self.is_ready(page, slot) {
             self.order_or_unpin(bar, &hit.into_hold(), capture)?;
         }
-        self.device.counters.hits.raise();
+        self.device.counters.hits.raise(thread);
         Ok(Some(hit))
     }
 
@@ -196,7 +209,7 @@ impl Pager {
             if capture == CaptureState::Active {
                 self.keep_or_unpin(bar, &mut hold)?;
             }
-            self.device.counters.hits.raise();
+            thread::with(|thread| self.device.counters.hits.raise(thread));
             return Ok(Faulted::Resident(hold));
         }
         drop(context);
