@@ -176,6 +176,24 @@ pub(super) fn give_back(thread: &Thread, token: VbarToken, stream: Stream) -> Re
     unpinned
 }
 
+/// Puts what a token holds under a new one, and the old one is spent: whoever knew it has nothing
+/// any more.
+///
+/// # Errors
+/// `StaleToken`, and `TooManyPins` when every token is held.
+pub(super) fn renew(token: VbarToken) -> Result<VbarToken> {
+    thread::with(|thread| {
+        let reserved = Reserved::take(thread)?;
+        let Some(ending) = TOKENS.end(token.id) else { return Err(spent(token)) };
+        let (Held { source, hold, bytes }, slot) = ending.take();
+        if let Some(slot) = slot {
+            keep(thread, slot);
+        }
+        let source = source.expect("a token has its source until its end");
+        Ok(reserved.hand_out(source, hold, bytes))
+    })
+}
+
 /// Looks at what a token holds.
 ///
 /// # Errors
@@ -267,6 +285,7 @@ pub extern "C" fn vbar_token_commit(token: VbarToken, stream: VbarStream) -> Vba
 
 #[cold]
 fn spent(token: VbarToken) -> Error {
-    let text = format!("token {:#x} holds no pins: given back, or never given out", token.id);
+    let text =
+        format!("token {:#x} holds no pins: given back, exported, or never given out", token.id);
     Error::new(ErrorCode::StaleToken, text)
 }
