@@ -737,6 +737,14 @@ enum VbarWaitKind
    The whole context.
    */
   VBAR_WAIT_KIND_CONTEXT = 6,
+  /*
+   Bytes that threads of the library's own read from a file.
+   */
+  VBAR_WAIT_KIND_READ = 7,
+  /*
+   Host memory being registered with the driver, or given back.
+   */
+  VBAR_WAIT_KIND_REGISTER = 8,
 };
 #ifndef __cplusplus
 #if __STDC_VERSION__ >= 202311L

@@ -152,6 +152,8 @@ enum class WaitKind : std::uint32_t {
     ready = VBAR_WAIT_KIND_READY,
     release = VBAR_WAIT_KIND_RELEASE,
     context = VBAR_WAIT_KIND_CONTEXT,
+    read = VBAR_WAIT_KIND_READ,
+    register_ = VBAR_WAIT_KIND_REGISTER,
 };
 
 enum class LogLevel : std::uint32_t {

@@ -75,6 +75,21 @@ pub struct WaitCount {
     pub total: Duration,
 }
 
+/// Bytes that fills took from each source.
+#[derive(Default)]
+pub struct Sources {
+    /// Page-locked memory that held them from an earlier fill.
+    pub locked_cache: AtomicU64,
+    /// Registered pages of the page cache.
+    pub registered: AtomicU64,
+    /// The page cache: reads that did not have to wait.
+    pub page_cache: AtomicU64,
+    /// The disk, through the page cache or past it.
+    pub disk: AtomicU64,
+    /// Those of the disk that went past the page cache.
+    pub direct: AtomicU64,
+}
+
 /// The counters of one runtime.
 #[derive(Default)]
 pub struct Counters {
@@ -90,8 +105,10 @@ pub struct Counters {
     pub pages_evicted: AtomicU64,
     /// Evictions whose frame was mapped at its next address before it left the last one.
     pub pages_aliased: AtomicU64,
-    /// Bytes read from files and copied to the device.
+    /// Bytes copied to the device by fills.
     pub bytes_filled: AtomicU64,
+    /// Where they came from.
+    pub sources: Sources,
     /// Driver calls that were tried again after a transient code.
     pub driver_retries: AtomicU64,
     /// Pages that were evicted and got no poison, though the mode is on, and attempts to make it

@@ -1,5 +1,6 @@
 //! What a runtime can be told when it is opened, with the defaults and their reasons.
 
+use std::path::PathBuf;
 use std::time::Duration;
 
 use crate::units::{Context, MIB, PageSize};
@@ -76,9 +77,30 @@ pub struct RuntimeOptions {
     /// Page-locked slots between file and device, 1 to [`STAGING_SLOTS_MAX`]. One of them is a
     /// page, rounded down to 16 MiB.
     pub staging_slot_count: usize,
+    /// Most host memory that may be page-locked, in bytes; `None`: what the system can spare. What
+    /// it can spare bounds a number too.
+    pub host_allowance: Option<u64>,
+    /// Where model files are read from.
+    pub prefer: Prefer,
+    /// The folder that stands for `/` where the system says what memory it has, for tests.
+    #[doc(hidden)]
+    pub system_root: Option<PathBuf>,
     /// Whether the runtime has threads of its own; `None`: it has none, or what it was when the
     /// runtime is open already.
     pub threads: Option<Threads>,
+}
+
+/// Where the bytes of a model file are read from, when they are not in page-locked memory.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub enum Prefer {
+    /// From the page cache what is there, or all of it when the model fits into what the host can
+    /// spare; else past it.
+    #[default]
+    Auto,
+    /// Through the page cache: what was read once stays there as long as nobody needs the memory.
+    Ram,
+    /// Past the page cache (`O_DIRECT`), where the file system can; else through it.
+    Disk,
 }
 
 /// See [`RuntimeOptions::threads`].
@@ -130,6 +152,9 @@ impl Default for RuntimeOptions {
             heal_window: Duration::from_secs(1),
             record_interval: Duration::from_micros(50),
             staging_slot_count: 4,
+            host_allowance: None,
+            prefer: Prefer::Auto,
+            system_root: None,
             threads: None,
         }
     }

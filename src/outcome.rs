@@ -75,5 +75,9 @@ kinds! {
         Release = "release",
         /// The whole context, once, to learn what no fence covers.
         Context = "context",
+        /// Bytes that threads of the library's own read from a file.
+        Read = "read",
+        /// Host memory being registered with the driver, or given back.
+        Register = "register",
     }
 }

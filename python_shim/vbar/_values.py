@@ -83,6 +83,8 @@ class WaitKind(_Numbered):
     READY = 4
     RELEASE = 5
     CONTEXT = 6
+    READ = 7
+    REGISTER = 8
 
 
 class Eviction(enum.IntEnum):

@@ -43,6 +43,10 @@ pub enum VbarWaitKind {
     Release = 5,
     /// The whole context.
     Context = 6,
+    /// Bytes that threads of the library's own read from a file.
+    Read = 7,
+    /// Host memory being registered with the driver, or given back.
+    Register = 8,
 }
 
 /// Waits of one kind.
@@ -199,6 +203,8 @@ impl From<WaitKind> for VbarWaitKind {
             WaitKind::Ready => Self::Ready,
             WaitKind::Release => Self::Release,
             WaitKind::Context => Self::Context,
+            WaitKind::Read => Self::Read,
+            WaitKind::Register => Self::Register,
         }
     }
 }

@@ -284,6 +284,15 @@ impl Runtime {
         self.pager().trim(keep_bytes)
     }
 
+    /// Gives page-locked host memory back until at most `keep_bytes` are held, or what is left is
+    /// in use. Returns the bytes given back. Waits for the device.
+    ///
+    /// # Errors
+    /// `DeviceLost`, `ProcessEnding`, and what the driver says.
+    pub fn trim_host(&self, keep_bytes: u64) -> Result<u64> {
+        self.pager().trim_host(keep_bytes)
+    }
+
     /// Gives memory of all VBARs back to the driver, lowest rank first; see [`Vbar::free_memory`].
     ///
     /// # Errors
@@ -335,9 +344,11 @@ impl Runtime {
             Threads::Off => {
                 self.inner.engine.stop(self.pager());
                 self.inner.housekeeping.stop();
+                self.pager().set_readers(threads);
             }
             Threads::On => {
                 self.inner.housekeeping.start(&self.inner.pager)?;
+                self.pager().set_readers(threads);
                 self.inner.engine.start(&self.inner.pager)?;
             }
         }

@@ -43,7 +43,7 @@ impl Statistics {
         let waits = WaitKind::ALL.iter().map(|kind| (*kind, counters.waits(*kind)));
         Self {
             memory: pager.numbers(),
-            locked_bytes: pager.locked_bytes(),
+            locked_bytes: pager.locked().ring_bytes + pager.locked().cache_bytes,
             hits: counters.hits.sum(),
             misses: load(&counters.misses),
             pages_mapped: load(&counters.pages_mapped),

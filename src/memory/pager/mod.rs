@@ -11,6 +11,7 @@ mod ahead;
 mod close;
 mod follow;
 mod hold;
+mod host;
 mod marks;
 mod messages;
 mod patience;
@@ -33,7 +34,7 @@ use crate::error::{Error, ErrorCode, Result};
 use crate::memory::budget::Budget;
 use crate::memory::page_table::{Page, PageState, Pin};
 use crate::memory::vbar::Bar;
-use crate::options::{Eviction, HEADROOM_DEFAULT};
+use crate::options::{Eviction, HEADROOM_DEFAULT, Threads};
 use crate::outcome::{Reason, WaitKind};
 use crate::sync::device::Device;
 use crate::sync::fence::StreamSlot;
@@ -64,6 +65,8 @@ pub struct Pager {
     state: Mutex<State>,
     changed: Condvar,
     filler: Mutex<Option<Arc<Filler>>>,
+    /// Whether the filler has threads that read; locked while that changes.
+    reading: Mutex<Threads>,
     reclaim: Mutex<Option<Weak<dyn Reclaim>>>,
     follower: OnceLock<Weak<dyn Follow>>,
 }
@@ -108,6 +111,7 @@ impl Pager {
             state: Mutex::new(State::new(budget, options.poison)),
             changed: Condvar::new(),
             filler: Mutex::new(None),
+            reading: Mutex::new(options.threads.unwrap_or_default()),
             reclaim: Mutex::new(None),
             follower: OnceLock::new(),
             device,
@@ -543,26 +547,6 @@ impl Pager {
 
     fn page_bytes(&self) -> u64 {
         self.device.options.page_size.bytes()
-    }
-
-    /// The filler, made at the first binding; the context is current.
-    pub(in crate::memory) fn filler(&self) -> Result<Arc<Filler>> {
-        let mut filler = self.filler.lock();
-        if let Some(filler) = &*filler {
-            return Ok(Arc::clone(filler));
-        }
-        let made = Arc::new(Filler::new(Arc::clone(&self.device))?);
-        *filler = Some(Arc::clone(&made));
-        Ok(made)
-    }
-
-    /// Makes the staging ring and the fill stream ready, before work that they would stop.
-    ///
-    /// # Errors
-    /// `HostMemory`, or what the driver says.
-    pub fn prepare_filler(&self) -> Result<()> {
-        let made = self.device.enter().and_then(|_scope| self.filler());
-        made.map(drop).map_err(|error| self.told(error, "staging ring and fill stream"))
     }
 }
 

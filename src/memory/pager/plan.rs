@@ -35,7 +35,7 @@ pub(super) struct Claim {
     pub(super) users: Vec<Ticket>,
     /// The page goes through a streaming frame.
     pub(super) streams: bool,
-    /// Whether its bytes are worth a place in page-locked memory.
+    /// Whether its bytes are worth a place in the page-locked cache.
     pub(super) keep: Keep,
 }
 
