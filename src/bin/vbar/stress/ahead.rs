@@ -1,4 +1,4 @@
-//! Operations that let the library work ahead of the program: an order, wishes, and lies about both.
+//! Operations that let the library work ahead of the program: an order, wishes, lies about both.
 
 use vbar::{Fault, Result};
 
