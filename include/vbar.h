@@ -673,7 +673,7 @@ typedef uint32_t VbarShortfall;
 #endif // __cplusplus
 
 /*
- Whether the library may have a thread of its own.
+ Whether the library may have threads of its own. None is what C gets unless it asks.
  */
 enum VbarThreads
 #if defined(__cplusplus) || __STDC_VERSION__ >= 202311L
@@ -685,11 +685,15 @@ enum VbarThreads
    */
   VBAR_THREADS_DEFAULT = 0,
   /*
-   One that notices what other programs take from the device, also between calls.
+   "vbar pressure", which notices what other programs take from the device between calls too,
+   and "vbar engine", which learns the order of faults of bound VBARs that exceed the budget,
+   decides which of their pages stay, and fetches the others before they are asked for; and
+   some that read files for them. A fault that comes first helps itself.
    */
   VBAR_THREADS_ON = 1,
   /*
-   None: that is noticed at the next miss. Ends the one of a device that is open.
+   None: pressure is noticed at the next miss, and every miss waits for its own bytes. Ends
+   those of a device that is open.
    */
   VBAR_THREADS_OFF = 2,
 };
@@ -718,7 +722,7 @@ enum VbarWaitKind
    */
   VBAR_WAIT_KIND_STAGING = 1,
   /*
-   A victim's fences, where aliasing is off.
+   A frame: a victim's fences where aliasing is off, or the end of what the engine has in hand.
    */
   VBAR_WAIT_KIND_FRAME = 2,
   /*
@@ -1242,7 +1246,8 @@ typedef struct VbarWaitCount {
 } VbarWaitCount;
 
 /*
- Numbers of a device. Those of memory were taken together; counts only ever grow.
+ Numbers of a device. Those of memory were taken together; counts only ever grow, but for what
+ the engine does now.
  */
 typedef struct VbarStatistics {
   /*
@@ -1345,6 +1350,36 @@ typedef struct VbarStatistics {
    Waits of the CPU by `VbarWaitKind`.
    */
   struct VbarWaitCount waits[16];
+  /*
+   Of the pages that got a frame, those that were fetched before a fault asked for them.
+   */
+  uint64_t ahead_page_count;
+  /*
+   Steps for which the order that the engine expects has been right; this and what follows is
+   of now, and 0 without threads. A step is a fault of bound VBARs, told to the engine while
+   these exceed the budget.
+   */
+  uint64_t engine_trust;
+  /*
+   Steps that were not as expected so far.
+   */
+  uint64_t engine_departure_count;
+  /*
+   Plans made so far of which pages stay.
+   */
+  uint64_t engine_plan_count;
+  /*
+   Pages of the plan in force, in all; 0 without one.
+   */
+  uint64_t engine_planned_page_count;
+  /*
+   Of those, the ones that stay.
+   */
+  uint64_t engine_kept_page_count;
+  /*
+   Steps that the engine is ahead of the program.
+   */
+  uint64_t engine_ahead_step_count;
 } VbarStatistics;
 
 #ifdef __cplusplus
@@ -1782,6 +1817,46 @@ VbarStatus vbar_model_fault(struct VbarModel model,
  The format's name of a type, "BF16", as a string of static life time. Thread-safe.
  */
 const char *vbar_dtype_text(uint32_t dtype);
+
+/*
+ Says that bytes of a bound VBAR, from `bar_offset` on, will be wanted soon, once. The device's
+ engine brings them in as far as there are frames that nothing needs earlier; a fault that comes
+ before helps itself. Advice: without `VBAR_THREADS_ON` it is checked and nothing comes of it.
+ Statuses: the common ones, `CLOSED`; `INVALID_ARGUMENT` outside the VBAR, and for one that is
+ not bound. Thread-safe.
+ */
+VbarStatus vbar_bar_prefetch(struct VbarBar bar, uint64_t bar_offset, uint64_t bytes);
+
+/*
+ Says that a tensor will be wanted soon, once; see `vbar_bar_prefetch`. Statuses: those of
+ `vbar_bar_prefetch`. Thread-safe.
+ */
+VbarStatus vbar_model_prefetch(struct VbarModel model, uint64_t index);
+
+/*
+ Says in which order the program will fault, from its next fault on; behind the last step comes
+ the first again. A step is what one fault, or one `vbar_device_fault_many`, makes resident
+ together: `range_counts[0]` ranges of bound VBARs of the device, then `range_counts[1]`, and so
+ on, one behind the other in `ranges`. Believed until the program does something else, and not
+ needed: an order is learned from its first pass. Advice as `vbar_bar_prefetch`; either all of it
+ is taken or none. Statuses: the common ones, `CLOSED`; `INVALID_ARGUMENT` for a
+ step of no ranges, a range outside its VBAR, and a VBAR that is not bound or of another device.
+ Thread-safe.
+ `range_counts` has `step_count` elements, `ranges` as many as these come to together, and nobody
+ writes them during the call.
+ */
+VbarStatus vbar_device_schedule_hint(struct VbarDevice device,
+                                     const struct VbarRange *ranges,
+                                     const size_t *range_counts,
+                                     size_t step_count);
+
+/*
+ As `vbar_device_schedule_hint` for tensors of one model that are faulted one by one, by their
+ indexes. Statuses: those of `vbar_device_schedule_hint`; `INVALID_ARGUMENT` for an index that
+ the model does not have. Thread-safe.
+ `indexes` has `count` elements, and nobody writes them during the call.
+ */
+VbarStatus vbar_model_schedule_hint(struct VbarModel model, const uint64_t *indexes, size_t count);
 
 /*
  Hands a token to a consumer of DLPack, as a `DLManagedTensorVersioned` or a `DLManagedTensor` of

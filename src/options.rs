@@ -107,14 +107,22 @@ pub enum Prefer {
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub enum Threads {
     /// Everything happens on the callers' threads: what other programs take from the device is
-    /// noticed by the next fault.
+    /// noticed by the next fault, and nothing is fetched ahead of one.
     #[default]
     Off,
-    /// One thread, `vbar pressure`, looks every 25 ms at what the driver says is free and gives
-    /// memory back as a fault would, so that other programs get it while this one is idle. Where no
-    /// fence covers a use, and [`ContextWaits::Allowed`], it records an event of the context, which
-    /// breaks a capture of a stream that the library has not met yet: a program that captures sets
+    /// Two threads that work, and some that read files for them.
+    ///
+    /// `vbar pressure` looks every 25 ms at what the driver says is free and gives memory back as
+    /// a fault would, so that other programs get it while this one is idle. Where no fence covers a
+    /// use, and [`ContextWaits::Allowed`], it records an event of the context, which breaks a
+    /// capture of a stream that the library has not met yet: a program that captures sets
     /// [`ContextWaits::Never`].
+    ///
+    /// `vbar engine` learns the order in which bound VBARs are faulted while they exceed the
+    /// budget, says which of their pages stay, and fetches the others before they are asked for. It
+    /// is never in the way: a fault that comes first helps itself, at most it waits for frames that
+    /// the engine has in hand. Hints ([`Runtime::schedule_hint`](crate::Runtime::schedule_hint))
+    /// and wishes ([`Vbar::prefetch`](crate::Vbar::prefetch)) are for it alone.
     On,
 }
 

@@ -65,7 +65,7 @@ kinds! {
         Claim = "claim",
         /// A page-locked slot whose last copy is not done.
         Staging = "staging",
-        /// A victim's fences, where aliasing is off.
+        /// A victim's fences where aliasing is off, or the end of what the engine has in hand.
         Frame = "frame",
         /// The page's own old mapping, whose frame went elsewhere.
         OldMapping = "old_mapping",

@@ -234,6 +234,13 @@ class Statistics(ctypes.Structure):
         ("poison_failure_count", c_uint64),
         ("refusal_count", c_uint64 * 32),
         ("waits", WaitCount * 16),
+        ("ahead_page_count", c_uint64),
+        ("engine_trust", c_uint64),
+        ("engine_departure_count", c_uint64),
+        ("engine_plan_count", c_uint64),
+        ("engine_planned_page_count", c_uint64),
+        ("engine_kept_page_count", c_uint64),
+        ("engine_ahead_step_count", c_uint64),
     ]
 
 
@@ -265,6 +272,10 @@ FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
         Status,
         [Device, POINTER(Range), c_size_t, Stream, POINTER(Fault)],
     ),
+    "vbar_device_schedule_hint": (
+        Status,
+        [Device, POINTER(Range), POINTER(c_size_t), c_size_t],
+    ),
     "vbar_thread_set_wait_check": (Status, [c_void_p, c_void_p]),
     "vbar_stream_retire": (Status, [Device, Stream]),
     "vbar_bar_create": (Status, [Device, c_uint64, POINTER(Bar)]),
@@ -285,6 +296,7 @@ FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "vbar_bar_residency": (Status, [Bar, c_uint32, c_size_t, POINTER(Page)]),
     "vbar_bar_allocate": (Status, [Bar, c_uint64, POINTER(Allocation)]),
     "vbar_bar_fault": (Status, [Bar, c_uint64, c_uint64, Stream, POINTER(Fault)]),
+    "vbar_bar_prefetch": (Status, [Bar, c_uint64, c_uint64]),
     "vbar_allocation_place": (
         Status,
         [Allocation, POINTER(c_uint64), POINTER(c_uint64), POINTER(c_uint64)],
@@ -304,6 +316,8 @@ FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "vbar_model_metadata": (Status, [Model, c_char_p, POINTER(c_char_p)]),
     "vbar_model_file": (Status, [Model, c_uint32, POINTER(c_char_p)]),
     "vbar_model_fault": (Status, [Model, c_uint64, Stream, POINTER(Fault)]),
+    "vbar_model_prefetch": (Status, [Model, c_uint64]),
+    "vbar_model_schedule_hint": (Status, [Model, POINTER(c_uint64), c_size_t]),
     "vbar_dlpack_export": (
         Status,
         [Token, Stream, POINTER(DlpackTensor), POINTER(c_void_p)],

@@ -162,7 +162,7 @@ pub(super) struct ModelEntry {
 
 static MODELS: Handles<ModelEntry> = Handles::new(tag::MODEL, Spread::Threads);
 
-fn find(model: VbarModel) -> Result<Ref<ModelEntry>> {
+pub(super) fn find(model: VbarModel) -> Result<Ref<ModelEntry>> {
     MODELS.get(model.id).ok_or_else(|| stale("model", model.id))
 }
 
@@ -382,7 +382,7 @@ pub unsafe extern "C" fn vbar_model_fault(
 }
 
 impl ModelEntry {
-    fn tensor(&self, index: u64) -> Result<(usize, &ModelTensor)> {
+    pub(super) fn tensor(&self, index: u64) -> Result<(usize, &ModelTensor)> {
         let tensors = self.bar.model().tensors();
         let number = usize::try_from(index).unwrap_or(usize::MAX);
         let tensor = tensors.get(number).ok_or_else(|| {

@@ -33,7 +33,7 @@ pub enum VbarWaitKind {
     Claim = 0,
     /// A page-locked slot whose last copy is not done.
     Staging = 1,
-    /// A victim's fences, where aliasing is off.
+    /// A frame: a victim's fences where aliasing is off, or the end of what the engine has in hand.
     Frame = 2,
     /// The page's own old mapping.
     OldMapping = 3,
@@ -59,7 +59,8 @@ pub struct VbarWaitCount {
     pub nanos: u64,
 }
 
-/// Numbers of a device. Those of memory were taken together; counts only ever grow.
+/// Numbers of a device. Those of memory were taken together; counts only ever grow, but for what
+/// the engine does now.
 #[derive(Clone, Copy)]
 #[repr(C)]
 pub struct VbarStatistics {
@@ -113,6 +114,22 @@ pub struct VbarStatistics {
     pub refusal_count: [u64; 32],
     /// Waits of the CPU by `VbarWaitKind`.
     pub waits: [VbarWaitCount; 16],
+    /// Of the pages that got a frame, those that were fetched before a fault asked for them.
+    pub ahead_page_count: u64,
+    /// Steps for which the order that the engine expects has been right; this and what follows is
+    /// of now, and 0 without threads. A step is a fault of bound VBARs, told to the engine while
+    /// these exceed the budget.
+    pub engine_trust: u64,
+    /// Steps that were not as expected so far.
+    pub engine_departure_count: u64,
+    /// Plans made so far of which pages stay.
+    pub engine_plan_count: u64,
+    /// Pages of the plan in force, in all; 0 without one.
+    pub engine_planned_page_count: u64,
+    /// Of those, the ones that stay.
+    pub engine_kept_page_count: u64,
+    /// Steps that the engine is ahead of the program.
+    pub engine_ahead_step_count: u64,
 }
 
 // SAFETY: integers and arrays of them; the size first.
@@ -142,7 +159,7 @@ pub unsafe extern "C" fn vbar_device_statistics(
 
 impl From<Statistics> for VbarStatistics {
     fn from(from: Statistics) -> Self {
-        let memory = from.memory;
+        let (memory, engine) = (from.memory, from.engine);
         let mut refusal_count = [0; 32];
         for (reason, count) in from.refusals {
             refusal_count[VbarReason::from(reason) as usize] = count;
@@ -178,6 +195,13 @@ impl From<Statistics> for VbarStatistics {
             poison_failure_count: from.poison_failures,
             refusal_count,
             waits,
+            ahead_page_count: from.pages_ahead,
+            engine_trust: engine.trust,
+            engine_departure_count: engine.departures,
+            engine_plan_count: engine.plans,
+            engine_planned_page_count: engine.planned_pages,
+            engine_kept_page_count: engine.kept_pages,
+            engine_ahead_step_count: engine.steps_ahead,
         }
     }
 }

@@ -376,7 +376,7 @@ impl Runtime {
     /// Everything that is counted.
     #[must_use]
     pub fn statistics(&self) -> Statistics {
-        Statistics::of(self.pager())
+        Statistics::of(self.pager(), self.engine_numbers())
     }
 
     /// The device's ordinal.

@@ -1,5 +1,6 @@
 //! A snapshot of everything that is counted.
 
+use crate::copy::engine::EngineNumbers;
 use crate::copy::fill::LockedBytes;
 use crate::counters::{SourceBytes, WaitCount};
 use crate::memory::pager::{MemoryNumbers, Pager};
@@ -21,6 +22,8 @@ pub struct Statistics {
     pub misses: u64,
     /// Pages that got a frame.
     pub pages_mapped: u64,
+    /// Of those, pages that were fetched before a fault asked for them.
+    pub pages_ahead: u64,
     /// Pages that lost their frame.
     pub pages_evicted: u64,
     /// Of those, pages whose frame was at its next page before its users had passed.
@@ -38,10 +41,12 @@ pub struct Statistics {
     pub refusals: Vec<(Reason, u64)>,
     /// Waits of the CPU by kind, those with none left out.
     pub waits: Vec<(WaitKind, WaitCount)>,
+    /// What the streaming engine knows and does now; all 0 without threads.
+    pub engine: EngineNumbers,
 }
 
 impl Statistics {
-    pub(super) fn of(pager: &Pager) -> Self {
+    pub(super) fn of(pager: &Pager, engine: EngineNumbers) -> Self {
         let counters = &pager.device.counters;
         let load = |counter: &crate::sync::AtomicU64| counter.load(Ordering::Relaxed);
         let refusals = Reason::ALL.iter().map(|reason| (*reason, counters.refusals(*reason)));
@@ -54,6 +59,7 @@ impl Statistics {
             hits: counters.hits.sum(),
             misses: load(&counters.misses),
             pages_mapped: load(&counters.pages_mapped),
+            pages_ahead: load(&counters.pages_ahead),
             pages_evicted: load(&counters.pages_evicted),
             pages_aliased: load(&counters.pages_aliased),
             bytes_filled: load(&counters.bytes_filled),
@@ -62,6 +68,7 @@ impl Statistics {
             poison_failures: load(&counters.poison_failures),
             refusals: refusals.filter(|(_, count)| *count > 0).collect(),
             waits: waits.filter(|(_, wait)| wait.count > 0).collect(),
+            engine,
         }
     }
 

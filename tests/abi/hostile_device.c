@@ -232,7 +232,19 @@ CASE(vbar_thread_set_wait_check) {
 }
 
 CASE(vbar_device_statistics) {
-    BAD_STRUCTS(VbarStatistics, bad, vbar_device_statistics(world.device, bad));
+    BAD_PLACES(VbarStatistics, bad, vbar_device_statistics(world.device, bad));
+    /* It has grown: a program of before is told what it knows, and not a byte more. */
+    const size_t before = offsetof(VbarStatistics, ahead_page_count);
+    const size_t sizes[] = {0, 1, sizeof(size_t), before - 1, 65537, SIZE_MAX};
+    for (size_t at = 0; at < COUNT_OF(sizes); at++) {
+        VbarStatistics *bad = untouched_struct(sizes[at]);
+        FAILS(vbar_device_statistics(world.device, bad), VBAR_STATUS_INVALID_ARGUMENT,
+              "size field");
+        CHECK(is_untouched());
+    }
+    VbarStatistics *old = untouched_struct(before);
+    OK(vbar_device_statistics(world.device, old));
+    CHECK(old->budget_bytes > 0 && old->ahead_page_count == UINT64_C(0xEEEEEEEEEEEEEEEE));
     EACH_BAD_ID(DEVICE, VbarDevice, bad,
                 vbar_device_statistics(bad, untouched_struct(sizeof(VbarStatistics))));
 }

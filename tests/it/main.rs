@@ -15,6 +15,7 @@ mod closing;
 mod closing_threads;
 mod door;
 mod engine;
+mod engine_more;
 mod files;
 mod forked;
 mod limits;

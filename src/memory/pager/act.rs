@@ -8,7 +8,7 @@
 use std::sync::Arc;
 
 use super::Pager;
-use super::plan::{Claim, Protected, Take, Victim};
+use super::plan::{Asker, Claim, Protected, Take, Victim};
 use super::state::{Destination, Lingering, LingeringFrame};
 use crate::copy::fill::FillJob;
 use crate::counters;
@@ -72,7 +72,7 @@ impl Behind {
 
 impl Pager {
     /// Gives every claim its frame, orders the writer behind the frames' former users, fills bound
-    /// pages and publishes them protected.
+    /// pages and publishes them, protected where a fault asked.
     pub(super) fn act(
         &self,
         claims: Vec<Claim>,
@@ -243,7 +243,7 @@ impl Pager {
         let mut is_published = vec![false; placed.len()];
         let filled = self.make_ready(&placed, writer, &mut |index, ticket| {
             let entry = &placed[index];
-            published.push(self.publish(&entry.claim, entry.frame(), ticket));
+            published.extend(self.publish(&entry.claim, entry.frame(), ticket));
             is_published[index] = true;
         });
         // After the first failure the rest is not tried.
@@ -358,13 +358,14 @@ impl Pager {
         Ok(ticket)
     }
 
-    fn publish(&self, claim: &Claim, frame: FrameIndex, ready: Ticket) -> Protected {
+    fn publish(&self, claim: &Claim, frame: FrameIndex, ready: Ticket) -> Option<Protected> {
         let page = claim.entry();
         page.set_frame(frame);
         let state = if ready.is_none() { PageState::Resident } else { PageState::Issued };
-        let generation = page.publish(state, 1, ready);
+        let pins = u32::from(claim.asker == Asker::Fault);
+        let generation = page.publish(state, pins, ready);
         self.state.lock().add_resident(claim.bar.id, claim.page, claim.streams);
-        Protected::new(Arc::clone(&claim.bar), claim.page, generation)
+        (pins > 0).then(|| Protected::new(Arc::clone(&claim.bar), claim.page, generation))
     }
 
     /// Takes a committed page back whose bytes did not arrive. Copies may be under way to it, and

@@ -37,6 +37,17 @@ pub(super) struct Claim {
     pub(super) streams: bool,
     /// Whether its bytes are worth a place in the page-locked cache.
     pub(super) keep: Keep,
+    pub(super) asker: Asker,
+}
+
+/// Who asked for a page.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum Asker {
+    /// A fault, which needs it together with others: protected until all are there.
+    Fault,
+    /// The engine, ahead of need. Nothing protects it: a program must not find pins of which it
+    /// has none, nor a fault pages that it cannot have.
+    Engine,
 }
 
 impl Claim {
@@ -352,7 +363,7 @@ fn claim(
                     role == Role::Streamed
                 });
             let keep = if planned == Some(Role::Streamed) { Keep::Locked } else { Keep::No };
-            Claim { bar, page, take, users, streams, keep }
+            Claim { bar, page, take, users, streams, keep, asker: Asker::Fault }
         })
         .collect()
 }
@@ -389,6 +400,9 @@ impl Blocked {
             Reason::DriverMemory
         } else if too_large {
             Reason::TooLarge
+        } else if state.ahead_count > 0 {
+            // The frames of a fetch can be had in a moment; who is in the line has them first.
+            return Stop::Wait(WaitKind::Frame);
         } else if self.pending > 0 {
             if strict {
                 return Stop::Wait(WaitKind::Frame);

@@ -42,7 +42,7 @@ impl Pager {
     fn end_use(&self, bar: &Bar, hold: &Hold) -> Result<()> {
         let dropped = self.drop_pins(bar, hold);
         if self.is_followed(bar) {
-            self.tell_unpin(bar, &hold.pages);
+            self.tell_unpin(bar, &hold.pages, hold.stream);
         }
         dropped
     }

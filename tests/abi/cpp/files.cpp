@@ -90,6 +90,34 @@ TEST(a_faulted_tensor_has_the_files_bytes) {
     CHECK_EQ(again->unpin(), Status::ok);
 }
 
+TEST(an_order_and_wishes_are_advice_and_checked) {
+    Sim sim;
+    Folder folder;
+    const vbar::Model model =
+        sim.device.open_model(folder.write("model.safetensors", safetensors()));
+    const vbar::BarView bar = model.bar();
+    model.prefetch(2);
+    bar.prefetch(0, 8);
+    const std::vector<std::uint64_t> order{1, 0, 2};
+    model.schedule_hint(order);
+    const std::vector<VbarRange> ranges{bar.range(0, 8), bar.range(512, 8), bar.range(0, 0)};
+    const std::vector<std::size_t> counts{2, 1};
+    sim.device.schedule_hint(ranges, counts);
+    sim.device.schedule_hint({}, {});
+
+    const std::vector<std::size_t> fewer{2}, more{2, 2}, none{0, 3};
+    for (const auto &wrong : {fewer, more, none}) {
+        CHECK_THROWS(invalid_argument, sim.device.schedule_hint(ranges, wrong));
+    }
+    const std::vector<std::uint64_t> past{0, 3};
+    CHECK_THROWS(invalid_argument, model.schedule_hint(past));
+    CHECK_THROWS(invalid_argument, model.prefetch(3));
+    CHECK_THROWS(invalid_argument, bar.prefetch(UINT64_MAX, 2));
+    // There is no engine here that would do anything.
+    const vbar::Statistics told = sim.device.statistics();
+    CHECK(told.ahead_page_count == 0 && told.engine_plan_count == 0 && told.used_bytes == 0);
+}
+
 TEST(a_model_is_opened_by_descriptor) {
     Sim sim;
     Folder folder;
