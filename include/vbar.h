@@ -761,7 +761,8 @@ typedef uint32_t VbarWaitKind;
 /*
  Takes one message: its level (a `VbarLogLevel`), a C string that lives during the call, and the
  pointer given with the callback. Called by whichever thread is about to leave a call of the
- library, one at a time, with no lock held. It must not throw or jump out.
+ library, one at a time, with no lock held. What it calls leaves that call's status and message
+ as they are. It must not throw or jump out.
  */
 typedef void (*VbarLogCallback)(uint32_t level, const char *message, void *user);
 
@@ -1859,8 +1860,9 @@ VbarStatus vbar_model_schedule_hint(struct VbarModel model, const uint64_t *inde
 
 /*
  Hands a token to a consumer of DLPack, as a `DLManagedTensorVersioned` or a `DLManagedTensor` of
- device type `kDLCUDA` at `managed`. The token is the consumer's from then on: its deleter, which
- any thread may call, gives the pins back. `stream` is the one that was faulted for, on which the
+ device type `kDLCUDA` at `managed`. The pins are the consumer's from then on: its deleter, which
+ any thread may call, gives them back, and the token is stale: each export takes a fault of its
+ own. `stream` is the one that was faulted for, on which the
  consumer works. One of CUDA's own (0 to 2) is taken for granted then; of another nobody promises
  that it lives so long, so it is not touched, and the bytes stay until its work is known to be
  done. On failure the token stays the caller's. Statuses: the common ones, `UNSUPPORTED` for the

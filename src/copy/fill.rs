@@ -10,6 +10,7 @@
 
 use std::ops::Range;
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use crate::copy::cache::{Cache, Key, Surplus};
 use crate::copy::pipeline::Pipeline;
@@ -36,6 +37,8 @@ use crate::units::{DeviceAddress, MIB, Stream};
 const SLOT_BYTES_MAX: u64 = 16 * MIB;
 /// Slots of the ring when threads read ahead, where the allowance has room for them.
 const RING_SLOTS_MAX: u64 = 12;
+/// Without a fill for so long nothing streams.
+const QUIET_TIME: Duration = Duration::from_secs(1);
 /// Windows that one call of the housekeeping gives back: each of them waits for the device.
 const WINDOWS_A_CALL: usize = 2;
 
@@ -85,6 +88,8 @@ pub struct Filler {
     readers: Mutex<Option<Arc<Readers>>>,
     /// Whether a slot is on its way into the ring, or none can be had any more.
     growing: Arc<AtomicBool>,
+    /// When the last jobs came.
+    busy_at: Mutex<Instant>,
     /// Whether it was told that memory cannot be locked.
     told: AtomicBool,
 }
@@ -121,6 +126,7 @@ impl Filler {
             slot,
             readers: Mutex::new(None),
             growing: Arc::default(),
+            busy_at: Mutex::new(Instant::now()),
             told: AtomicBool::new(told),
             device,
         };
@@ -182,6 +188,7 @@ impl Filler {
     /// enqueued before the failure still run: the caller takes [`Filler::fence`] before it reuses
     /// the targets.
     pub fn fill_all(&self, jobs: &[FillJob<'_>], each: &mut dyn FnMut(usize, Result<Ticket>)) {
+        *self.busy_at.lock() = Instant::now();
         let readers = self.readers.lock().clone();
         Pipeline::new(self, readers, jobs).run(each);
     }
@@ -220,19 +227,28 @@ impl Filler {
     }
 
     /// Gives page-locked memory back where it is time to: what is held above the allowance, where
-    /// the system is short of memory, and windows that nothing was put into for a second. A few
-    /// windows a call, each of which waits for the device: for a thread that nobody waits for.
+    /// the system is short of memory, and windows without use once nothing was filled for a second.
+    /// A few windows a call, each of which waits for the device and stops launches meanwhile: for a
+    /// thread that nobody waits for, and while pages stream only where it must be.
     ///
     /// # Errors
     /// What the driver says when the context is entered.
     pub fn housekeep(&self) -> Result<()> {
         let above = self.room.excess_bytes() > 0;
-        let surplus = if above || self.room.is_short() { Surplus::Any } else { Surplus::LongIdle };
-        self.give_back(self.cache.take_out(surplus, WINDOWS_A_CALL)).map(drop)
+        let surplus = match above || self.room.is_short() {
+            true => Surplus::Any,
+            false if self.busy_at.lock().elapsed() < QUIET_TIME => return Ok(()),
+            false => Surplus::LongIdle,
+        };
+        let mut windows = self.cache.take_out(surplus, WINDOWS_A_CALL);
+        if above && windows.is_empty() {
+            windows = self.staging.take_out(&self.device, WINDOWS_A_CALL)?;
+        }
+        self.give_back(windows).map(drop)
     }
 
-    /// Gives page-locked memory back until `target_bytes` are held, or what is left is in use.
-    /// Returns the bytes given back. Waits for the device.
+    /// Gives page-locked memory back until `target_bytes` are held, or what is left is in use; one
+    /// slot of the ring stays. Returns the bytes given back. Waits for the device.
     ///
     /// # Errors
     /// What the driver says when the context is entered.
@@ -240,7 +256,10 @@ impl Filler {
         let window_bytes = self.staging.slot_bytes() as u64;
         let excess = self.locked_bytes().saturating_sub(target_bytes);
         let count = excess.div_ceil(window_bytes) as usize;
-        self.give_back(self.cache.take_out(Surplus::Any, count))
+        let mut windows = self.cache.take_out(Surplus::Any, count);
+        let missing = count - windows.len();
+        windows.extend(self.staging.take_out(&self.device, missing)?);
+        self.give_back(windows)
     }
 
     fn give_back(&self, windows: Vec<LockedSlot>) -> Result<u64> {
@@ -336,14 +355,20 @@ fn make_ring(
         tell_slower(&error);
         return (Staging::empty(slot_bytes), true);
     }
-    match Staging::new(device, count, slot_bytes) {
-        Ok(staging) => (staging, false),
-        Err(error) => {
-            room.release((count * slot_bytes) as u64);
-            tell_slower(&error);
-            (Staging::empty(slot_bytes), true)
+    // Apart, so that each can go by itself when the host runs short of memory.
+    let mut slots = Vec::with_capacity(count);
+    let mut told = false;
+    while slots.len() < count && !told {
+        match locked::allocate(&device.driver, 1, slot_bytes) {
+            Ok(slot) => slots.extend(slot),
+            Err(error) => {
+                tell_slower(&error);
+                told = true;
+            }
         }
     }
+    room.release(((count - slots.len()) * slot_bytes) as u64);
+    (Staging::of(slots, slot_bytes), told)
 }
 
 fn tell_slower(error: &Error) {

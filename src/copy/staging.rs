@@ -50,7 +50,9 @@ impl Staging {
         Self::of(Vec::new(), slot_bytes)
     }
 
-    fn of(slots: Vec<LockedSlot>, slot_bytes: usize) -> Self {
+    /// A ring of slots of `slot_bytes` that there are already.
+    #[must_use]
+    pub fn of(slots: Vec<LockedSlot>, slot_bytes: usize) -> Self {
         let slot_count = AtomicU64::new(slots.len() as u64);
         let (ring, returned) = (Mutex::new(Ring::new(slots)), Condvar::new());
         Self { shared: Arc::new(Shared { ring, returned, slot_count }), slot_bytes }
@@ -61,6 +63,24 @@ impl Staging {
         debug_assert_eq!(slot.len(), self.slot_bytes);
         self.shared.slot_count.fetch_add(1, Relaxed);
         self.shared.give_back(slot, Ticket::NONE);
+    }
+
+    /// Takes slots out for good whose last copies are done, as many as told at most, so that one
+    /// is left: whoever waits for a slot gets it.
+    ///
+    /// # Errors
+    /// What the driver says.
+    pub fn take_out(&self, device: &Device, at_most: usize) -> Result<Vec<LockedSlot>> {
+        let mut taken = Vec::new();
+        while taken.len() < at_most && self.slot_count() > 1 {
+            let Some(mut slot) = self.try_take(device)? else { break };
+            let spare = |count: u64| (count > 1).then(|| count - 1);
+            if self.shared.slot_count.fetch_update(Relaxed, Relaxed, spare).is_err() {
+                break;
+            }
+            taken.extend(slot.slot.take());
+        }
+        Ok(taken)
     }
 
     /// Slots in all.

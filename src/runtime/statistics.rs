@@ -1,7 +1,8 @@
 //! A snapshot of everything that is counted.
 
 use crate::copy::engine::EngineNumbers;
-use crate::counters::WaitCount;
+use crate::copy::fill::LockedBytes;
+use crate::counters::{SourceBytes, WaitCount};
 use crate::memory::pager::{MemoryNumbers, Pager};
 use crate::outcome::{Reason, WaitKind};
 use crate::sync::Ordering;
@@ -13,6 +14,8 @@ pub struct Statistics {
     pub memory: MemoryNumbers,
     /// Page-locked host bytes held.
     pub locked_bytes: u64,
+    /// The same by what holds them.
+    pub locked: LockedBytes,
     /// Faults that found every page resident.
     pub hits: u64,
     /// Faults that had to map or fill a page.
@@ -27,6 +30,8 @@ pub struct Statistics {
     pub pages_aliased: u64,
     /// Bytes copied to the device by fills.
     pub bytes_filled: u64,
+    /// Where they came from.
+    pub sources: SourceBytes,
     /// Driver calls tried again after a transient code.
     pub driver_retries: u64,
     /// With [`Poison::On`](crate::options::Poison): pages that were evicted and got no poison, and
@@ -46,9 +51,11 @@ impl Statistics {
         let load = |counter: &crate::sync::AtomicU64| counter.load(Ordering::Relaxed);
         let refusals = Reason::ALL.iter().map(|reason| (*reason, counters.refusals(*reason)));
         let waits = WaitKind::ALL.iter().map(|kind| (*kind, counters.waits(*kind)));
+        let locked = pager.locked();
         Self {
             memory: pager.numbers(),
-            locked_bytes: pager.locked().ring_bytes + pager.locked().cache_bytes,
+            locked_bytes: locked.ring_bytes + locked.cache_bytes,
+            locked,
             hits: counters.hits.sum(),
             misses: load(&counters.misses),
             pages_mapped: load(&counters.pages_mapped),
@@ -56,6 +63,7 @@ impl Statistics {
             pages_evicted: load(&counters.pages_evicted),
             pages_aliased: load(&counters.pages_aliased),
             bytes_filled: load(&counters.bytes_filled),
+            sources: counters.sources.bytes(),
             driver_retries: load(&counters.driver_retries),
             poison_failures: load(&counters.poison_failures),
             refusals: refusals.filter(|(_, count)| *count > 0).collect(),

@@ -302,6 +302,8 @@ CASE(vbar_token_also_used_on) {
     EACH_BAD_ID(TOKEN, VbarToken, bad, vbar_token_also_used_on(bad, 0));
     if (on_gpu()) return;
     FAILS(vbar_token_also_used_on(world.token, 0xdead), VBAR_STATUS_DRIVER, "cuStream");
+    FAILS(vbar_token_also_used_on(world.token, VBAR_STREAM_NONE), VBAR_STATUS_UNSUPPORTED,
+          "no stream was named");
 }
 
 CASE(vbar_token_commit) {

@@ -33,6 +33,7 @@ mod scenarios_messages;
 mod scenarios_pressure;
 mod seams;
 mod sim_device;
+mod sources;
 mod streams;
 mod threads;
 mod traces;

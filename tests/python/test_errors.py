@@ -58,7 +58,7 @@ class Statuses(Case):
             sim.lose()
             self.check_raises(vbar.DeviceLost, lambda: bar.fault(PAGE, PAGE))
         # More addresses than a process has.
-        huge = "sim:capacity=512T"
+        huge = "sim:capacity=16T,devices=8"
         self.check_raises(
             vbar.HostMemory, lambda: vbar.Device(huge), "addresses", also=[MemoryError]
         )

@@ -36,6 +36,7 @@ use crate::memory::page_table::{Page, PageState, Pin};
 use crate::memory::vbar::Bar;
 use crate::options::{Eviction, HEADROOM_DEFAULT, Threads};
 use crate::outcome::{Reason, WaitKind};
+use crate::slots::thread::{self, Thread};
 use crate::sync::device::Device;
 use crate::sync::fence::StreamSlot;
 use crate::sync::ticket::Ticket;
@@ -130,7 +131,7 @@ impl Pager {
         pages: Range<u32>,
         stream: Stream,
     ) -> Result<Faulted<Hold>> {
-        match self.hit(bar, &pages, stream)? {
+        match thread::with(|thread| self.hit(thread, bar, &pages, stream))? {
             Some(hit) => Ok(Faulted::Resident(hit.into_hold())),
             None => self.fault_otherwise(bar, pages, stream),
         }
@@ -143,8 +144,14 @@ impl Pager {
     /// # Errors
     /// As [`Pager::fault`].
     #[inline(always)]
-    pub fn hit(&self, bar: &Arc<Bar>, pages: &Range<u32>, stream: Stream) -> Result<Option<Hit>> {
-        match self.plain_hit(bar, pages, stream) {
+    pub fn hit(
+        &self,
+        thread: &Thread,
+        bar: &Arc<Bar>,
+        pages: &Range<u32>,
+        stream: Stream,
+    ) -> Result<Option<Hit>> {
+        match self.plain_hit(thread, bar, pages, stream) {
             Ok(Some(hit)) => {
                 if self.is_followed(bar) {
                     self.tell_fault(&[Request { bar, pages: pages.clone() }], stream);
@@ -157,7 +164,13 @@ impl Pager {
     }
 
     #[inline(always)]
-    fn plain_hit(&self, bar: &Arc<Bar>, pages: &Range<u32>, stream: Stream) -> Result<Option<Hit>> {
+    fn plain_hit(
+        &self,
+        thread: &Thread,
+        bar: &Arc<Bar>,
+        pages: &Range<u32>,
+        stream: Stream,
+    ) -> Result<Option<Hit>> {
         if pages.len() != 1 || stream.is_implicit() || bar.is_closed() || trace::is_on() {
             return Ok(None);
         }
@@ -176,7 +189,7 @@ impl Pager {
         if word.state != PageState::Resident && !self.is_ready(page, slot) {
             self.order_or_unpin(bar, &hit.into_hold(), capture)?;
         }
-        self.device.counters.hits.raise();
+        self.device.counters.hits.raise(thread);
         Ok(Some(hit))
     }
 
@@ -216,7 +229,7 @@ impl Pager {
             if capture == CaptureState::Active {
                 self.keep_or_unpin(bar, &mut hold)?;
             }
-            self.device.counters.hits.raise();
+            thread::with(|thread| self.device.counters.hits.raise(thread));
             if self.is_followed(bar) {
                 self.tell_fault(&[Request { bar, pages }], stream);
             }

@@ -132,7 +132,10 @@ impl Pager {
             let recorded = self.device.retry(|| self.device.fences.record(stream, slot));
             return recorded.map_err(|error| self.device.note(error));
         }
-        let text = "work on a stream that is being captured runs later: it has no fence";
+        let text = match stream.is_none() {
+            true => "no stream was named, which would be the one that uses the bytes",
+            false => "work on a stream that is being captured runs later: it has no fence",
+        };
         Err(Error::new(ErrorCode::Unsupported, text))
     }
 
