@@ -88,8 +88,10 @@ fn a_run_with_evictions_leaves_its_spans() {
         let told = number(&report["kinds"][kind], "count");
         assert_eq!(told, kinds[kind] as u64, "{kind}");
     }
-    // Three passes; the headroom at the begin, and the two changes of the budget in mid-run.
-    assert_eq!((kinds["pass"], kinds["budget_change"]), (3, 3));
+    // Three passes; the headroom at the begin, the two changes of the budget in mid-run, and what
+    // the library's own thread looks at meanwhile.
+    assert_eq!(kinds["pass"], 3);
+    assert!(kinds["budget_change"] >= 3, "{kinds:?}");
     let run = &report["run"];
     assert_eq!(kinds["evict"] as u64, number(run, "evicted_pages"));
     let waits = run["waits"].as_object().unwrap().values();

@@ -6,6 +6,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use tempfile::TempDir;
+use vbar::driver::sim::Verb;
 use vbar::driver::{CaptureMode, Driver};
 use vbar::host::model_files::Model;
 use vbar::host::source::{FileIdentity, ModelFile, ReadAt};
@@ -300,6 +301,31 @@ fn a_stream_is_destroyed_between_faults() {
         token.map_or(Ok(()), |token| rig.world.runtime.unpin(token, Stream::NONE)).unwrap();
     }
     assert_eq!(rig.world.word(rig.target, rig.world.stream), expected);
+    rig.check_shut(vec![model]);
+}
+
+#[test]
+fn a_stream_that_was_destroyed_is_asked_nothing() {
+    let rig = Rig::new(budget_options(16));
+    rig.world.runtime.open_engine_by_hand();
+    let model = rig.model("model", 40);
+    let sim = &rig.world.sim;
+    for _ in 0..4 {
+        for tensor in 0..model.model().tensors().len() {
+            let stream = rig.world.another_stream();
+            let fault = model.fault(tensor, stream).unwrap();
+            let token = fault.resident().map(vbar::Guard::into_token).unwrap();
+            sim.stream_synchronize(stream).unwrap();
+            rig.world.runtime.retire_stream(stream).unwrap();
+            sim.stream_destroy(stream).unwrap();
+            let asked = || sim.calls(Verb::StreamIsCapturing) + sim.calls(Verb::EventRecord);
+            let before = asked();
+            rig.world.runtime.unpin(token, Stream::NONE).unwrap();
+            assert_eq!(asked(), before, "tensor {tensor}");
+            rig.world.runtime.drive_engine().unwrap();
+        }
+    }
+    assert!(rig.plans() > 0);
     rig.check_shut(vec![model]);
 }
 

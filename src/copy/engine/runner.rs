@@ -107,6 +107,10 @@ impl Runner {
 
     /// Each kind of error is told once: the fault that finds the page missing says it again.
     pub(super) fn tell(&mut self, error: &Error) {
+        // Somebody ended it: the runtime as it closes, or the program all waits.
+        if error.code() == ErrorCode::Cancelled {
+            return log::debug!("fetching ahead of the program: {error}");
+        }
         if !self.told.contains(&error.code()) {
             self.told.push(error.code());
             log::warn!("fetching ahead of the program: {error}; not told again");
