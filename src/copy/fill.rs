@@ -67,6 +67,9 @@ pub struct FillJob<'a> {
     pub page: u32,
     /// Whether to keep the bytes on the host.
     pub keep: Keep,
+    /// Work that may still use what is behind the target: the copies come after it. Each is covered
+    /// by a record.
+    pub after: &'a [Ticket],
 }
 
 /// Page-locked bytes by what holds them.
@@ -85,7 +88,7 @@ pub struct Filler {
     pub(super) cache: Arc<Cache>,
     pub(super) stream: Stream,
     room: Arc<LockedRoom>,
-    slot: StreamSlot,
+    pub(super) slot: StreamSlot,
     readers: Mutex<Option<Arc<Readers>>>,
     /// Whether a slot is on its way into the ring, or none can be had any more.
     growing: Arc<AtomicBool>,

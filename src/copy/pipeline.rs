@@ -19,7 +19,7 @@ use crate::copy::span::{After, PieceRead, Span, SpanRead, count, pieces};
 use crate::copy::staging::StagingSlot;
 use crate::counters;
 use crate::driver::{DriverCode, DriverError};
-use crate::error::{Error, Result};
+use crate::error::{Error, ErrorCode, Result};
 use crate::host::bound::Bound;
 use crate::host::locked::LockedSlot;
 use crate::host::pageable::PageableMemory;
@@ -95,12 +95,24 @@ impl<'a> Pipeline<'a> {
     }
 
     pub(super) fn run(mut self, each: &mut dyn FnMut(usize, Result<Ticket>)) {
-        let mut ready = Ticket::NONE;
+        let (mut ready, mut ordered) = (Ticket::NONE, 0);
         loop {
             self.begin_more(Hurry::Yes);
             let Some((span, begun)) = self.begun.pop_front() else { return };
             let (job, is_last) = (span.job, span.is_last);
-            match self.end(&span, begun) {
+            // Job by job: a wait that is placed for a later page would hold up this one's copy.
+            let admitted = if job >= ordered { self.order(job) } else { Ok(()) };
+            ordered = job + 1;
+            let ended = match admitted {
+                Ok(()) => self.end(&span, begun),
+                Err(error) => {
+                    self.begun.push_front((span, begun));
+                    self.give_up();
+                    each(job, Err(error));
+                    return;
+                }
+            };
+            match ended {
                 Ok(ticket) if ticket.is_none() => {}
                 Ok(ticket) => ready = ticket,
                 Err(error) => {
@@ -113,6 +125,20 @@ impl<'a> Pipeline<'a> {
                 each(job, Ok(std::mem::replace(&mut ready, Ticket::NONE)));
             }
         }
+    }
+
+    /// Lets the fill stream wait for what may still use a job's target.
+    fn order(&self, job: usize) -> Result<()> {
+        let filler = self.filler;
+        let device = &filler.device;
+        for user in self.jobs[job].after {
+            let wait = || device.fences.stream_wait(filler.stream, filler.slot, *user);
+            if !device.retry(wait).map_err(|error| device.note(error))? {
+                let text = "a frame in use was taken although no fence covers its user";
+                return Err(Error::new(ErrorCode::Internal, text));
+            }
+        }
+        Ok(())
     }
 
     /// Begins as many spans as have a place; in a hurry, one at least.

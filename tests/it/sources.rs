@@ -132,6 +132,7 @@ impl Rig {
             bar: 0,
             page,
             keep,
+            after: &[],
         });
         let jobs: Vec<_> = jobs.collect();
         let mut results = Vec::new();

@@ -175,41 +175,26 @@ impl Pager {
         Ok(())
     }
 
-    /// Orders whoever writes the new bytes behind everything that still uses the frames.
+    /// Orders the program's stream behind everything that still uses the frames that it will write
+    /// to. The filler orders its own stream, page by page.
     fn order_writers(
         &self,
         placed: &[Placed],
         writer: Option<Writer>,
     ) -> std::result::Result<(), Failure> {
-        for entry in placed {
-            let Some(writer) = self.writer_of(&entry.claim, writer)? else { continue };
-            for user in &entry.claim.users {
-                let slot = writer.slot.expect("frames in use are only taken for a stream");
-                let fences = &self.device.fences;
-                let ordered = self.device.retry(|| fences.stream_wait(writer.stream, slot, *user));
-                if !ordered.map_err(|error| Failure::Error(self.device.note(error)))? {
-                    let text = "a frame in use was taken although no fence covers its user";
-                    return Err(Failure::Error(Error::new(ErrorCode::Internal, text)));
-                }
+        let bare = placed.iter().filter(|entry| entry.claim.bar.bound().is_none());
+        for user in bare.flat_map(|entry| &entry.claim.users) {
+            let Writer { stream, slot } =
+                writer.expect("frames in use are only taken for a stream");
+            let slot = slot.expect("frames in use are only taken for a stream");
+            let fences = &self.device.fences;
+            let ordered = self.device.retry(|| fences.stream_wait(stream, slot, *user));
+            if !ordered.map_err(|error| Failure::Error(self.device.note(error)))? {
+                let text = "a frame in use was taken although no fence covers its user";
+                return Err(Failure::Error(Error::new(ErrorCode::Internal, text)));
             }
         }
         Ok(())
-    }
-
-    fn writer_of(
-        &self,
-        claim: &Claim,
-        caller: Option<Writer>,
-    ) -> std::result::Result<Option<Writer>, Failure> {
-        if claim.users.is_empty() {
-            return Ok(None);
-        }
-        if claim.bar.bound().is_none() {
-            return Ok(caller);
-        }
-        let filler = self.filler().map_err(Failure::Error)?;
-        let (stream, slot) = filler.stream();
-        Ok(Some(Writer { stream, slot: Some(slot) }))
     }
 
     /// The commit point: victims lose their pages, claims are filled and published.
@@ -331,7 +316,8 @@ impl Pager {
         let start = claim.bar.page_size.offset_of(claim.page);
         let target = start..start + self.page_bytes();
         let (bar, page, keep) = (claim.bar.id, claim.page.0, claim.keep);
-        Some(FillJob { bound, base: claim.bar.space.base, target, bar, page, keep })
+        let (base, after) = (claim.bar.space.base, claim.users.as_slice());
+        Some(FillJob { bound, base, target, bar, page, keep, after })
     }
 
     /// The ticket after which a page that the program fills may be written by anybody. `cleared`

@@ -160,7 +160,15 @@ fn pages_of_many_pieces_and_files_of_odd_lengths_come_whole() {
         let filler = Filler::new(device).unwrap();
         let job = |page_index: u32| {
             let target = u64::from(page_index) * page..u64::from(page_index + 1) * page;
-            FillJob { bound: &bound, base, target, bar: 3, page: page_index, keep: Keep::Locked }
+            FillJob {
+                bound: &bound,
+                base,
+                target,
+                bar: 3,
+                page: page_index,
+                keep: Keep::Locked,
+                after: &[],
+            }
         };
         for _ in 0..2 {
             filler.fill_all(&[job(0), job(1)], &mut |_, result| assert!(result.is_ok()));
