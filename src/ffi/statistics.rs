@@ -89,7 +89,7 @@ pub struct VbarStatistics {
     pub hit_count: u64,
     /// Faults that had to map or fill a page.
     pub miss_count: u64,
-    /// Pages that got a frame.
+    /// Pages that got a frame, be it one of the host.
     pub mapped_page_count: u64,
     /// Pages that lost their frame.
     pub evicted_page_count: u64,
@@ -109,6 +109,9 @@ pub struct VbarStatistics {
     pub refusal_count: [u64; 32],
     /// Waits of the CPU by `VbarWaitKind`.
     pub waits: [VbarWaitCount; 16],
+    /// Bytes of host frames held, page-locked and in none of the other numbers: see
+    /// `VbarDeviceOptions::host_mapped`.
+    pub host_mapped_bytes: u64,
 }
 
 // SAFETY: integers and arrays of them; the size first.
@@ -116,7 +119,7 @@ unsafe impl Plain for VbarStatistics {}
 // SAFETY: as above.
 unsafe impl Growing for VbarStatistics {
     const FIRST_BYTES: usize =
-        std::mem::offset_of!(VbarStatistics, waits) + size_of::<[VbarWaitCount; 16]>();
+        std::mem::offset_of!(VbarStatistics, host_mapped_bytes) + size_of::<u64>();
 }
 
 /// Tells everything that is counted. Statuses: the common ones. Thread-safe; the numbers are
@@ -174,6 +177,7 @@ impl From<Statistics> for VbarStatistics {
             poison_failure_count: from.poison_failures,
             refusal_count,
             waits,
+            host_mapped_bytes: memory.host_mapped_bytes,
         }
     }
 }

@@ -11,4 +11,5 @@ pub mod mounts;
 pub mod pageable;
 pub mod safetensors;
 pub mod source;
+pub mod spare;
 pub mod system_memory;

@@ -16,7 +16,7 @@ pub struct Statistics {
     pub hits: u64,
     /// Faults that had to map or fill a page.
     pub misses: u64,
-    /// Pages that got a frame.
+    /// Pages that got a frame, be it one of the host.
     pub pages_mapped: u64,
     /// Pages that lost their frame.
     pub pages_evicted: u64,

@@ -16,6 +16,8 @@ mod door;
 mod engine;
 mod files;
 mod forked;
+mod host_mapped;
+mod host_mapped_twin;
 mod limits;
 mod logs;
 mod poison;

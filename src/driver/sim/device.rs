@@ -117,8 +117,8 @@ pub(super) struct HostFrames {
     pub(super) holdings: Arc<Holdings>,
 }
 
-/// Host memory for frames, in bytes: as much as nobody simulates.
-const HOST_CAPACITY: u64 = 64 << 30;
+/// Host memory for frames, in bytes; twice that in addresses.
+const HOST_CAPACITY: u64 = 8 << 30;
 
 impl HostFrames {
     pub(super) fn memory(&self, granularity: u64) -> io::Result<Arc<Device>> {
