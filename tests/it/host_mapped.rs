@@ -9,7 +9,7 @@ use vbar::driver::sim::{Sim, SimOptions, Verb};
 use vbar::driver::{CaptureMode, Driver, DriverCode};
 use vbar::host::spare::HostRoom;
 use vbar::model::synth::{synthesize, tensor_seed};
-use vbar::options::{HostMapped, Poison, RuntimeOptions};
+use vbar::options::{HostMapped, Poison, RuntimeOptions, Threads};
 use vbar::units::{DeviceAddress, Stream};
 use vbar::{ErrorCode, Fault, Guard, ModelBar, Reason};
 
@@ -331,8 +331,15 @@ fn what_cannot_be_unmapped_is_set_aside() {
 
 #[test]
 fn threads_read_right_bytes_wherever_these_are() {
+    for threads in [Threads::Off, Threads::On] {
+        check_threads(threads);
+    }
+}
+
+fn check_threads(threads: Threads) {
     const THREADS: u64 = 4;
-    let bench = bench(8, 2);
+    let options = RuntimeOptions { threads: Some(threads), ..host_options(2) };
+    let bench = bench_on(ROOMY, 8, options);
     let (world, vbar) = (&bench.world, bench.bar.vbar());
     let tensors = bench.bar.model().tensors();
     let sums: Vec<u64> = tensors
