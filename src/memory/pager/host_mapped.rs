@@ -195,8 +195,33 @@ impl Pager {
         Protected::new(Arc::clone(&claim.bar), claim.page, generation)
     }
 
+    /// Pins every page of a request, wherever it is; tells whether one is in the host's memory.
+    pub(super) fn pin_all(
+        &self,
+        requests: &[Request<'_>],
+        stream: Stream,
+        slot: Option<StreamSlot>,
+    ) -> Result<Option<(Vec<Hold>, Backing)>> {
+        let mut holds = Vec::with_capacity(requests.len());
+        let mut all = Backing::Device;
+        for request in requests {
+            match self.pin_readable(request, stream, slot) {
+                Ok(Some((hold, backing))) => {
+                    holds.push(hold);
+                    all = if backing == Backing::Host { backing } else { all };
+                }
+                missing => {
+                    let pinned = requests.iter().zip(&holds);
+                    pinned.for_each(|(request, hold)| self.release_unused(request.bar, hold));
+                    return missing.map(|_| None);
+                }
+            }
+        }
+        Ok(Some((holds, all)))
+    }
+
     /// As `pin`, of pages that may have host frames; tells whether one has.
-    pub(super) fn pin_readable(
+    fn pin_readable(
         &self,
         request: &Request<'_>,
         stream: Stream,

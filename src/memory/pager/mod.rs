@@ -55,7 +55,7 @@ pub use release::{Freed, Shortfall};
 use act::{Failure, Writer};
 use host_mapped::Host;
 use patience::Patience;
-use plan::{Backing, Planned, Protected, Standing, Usable};
+use plan::{Planned, Protected, Standing, Usable};
 pub(in crate::memory) use poll::Poll;
 use release::Excess;
 use state::State;
@@ -429,30 +429,6 @@ impl Pager {
             }
             return Ok(self.served(holds, backing));
         }
-    }
-
-    fn pin_all(
-        &self,
-        requests: &[Request<'_>],
-        stream: Stream,
-        slot: Option<StreamSlot>,
-    ) -> Result<Option<(Vec<Hold>, Backing)>> {
-        let mut holds = Vec::with_capacity(requests.len());
-        let mut all = Backing::Device;
-        for request in requests {
-            match self.pin_readable(request, stream, slot) {
-                Ok(Some((hold, backing))) => {
-                    holds.push(hold);
-                    all = if backing == Backing::Host { backing } else { all };
-                }
-                missing => {
-                    let pinned = requests.iter().zip(&holds);
-                    pinned.for_each(|(request, hold)| self.release_unused(request.bar, hold));
-                    return missing.map(|_| None);
-                }
-            }
-        }
-        Ok(Some((holds, all)))
     }
 
     /// Plans and acts until every page is mapped and protected, or the request is refused.
