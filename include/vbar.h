@@ -707,7 +707,7 @@ typedef uint32_t VbarShortfall;
 #endif // __cplusplus
 
 /*
- Whether the library may have a thread of its own.
+ Whether the library may have threads of its own. None is what C gets unless it asks.
  */
 enum VbarThreads
 #if defined(__cplusplus) || __STDC_VERSION__ >= 202311L
@@ -719,11 +719,15 @@ enum VbarThreads
    */
   VBAR_THREADS_DEFAULT = 0,
   /*
-   One that notices what other programs take from the device, also between calls.
+   "vbar pressure", which notices what other programs take from the device between calls too,
+   and "vbar engine", which learns the order of faults of bound VBARs that exceed the budget,
+   decides which of their pages stay, and fetches the others before they are asked for; and
+   some that read files for them. A fault that comes first helps itself.
    */
   VBAR_THREADS_ON = 1,
   /*
-   None: that is noticed at the next miss. Ends the one of a device that is open.
+   None: pressure is noticed at the next miss, and every miss waits for its own bytes. Ends
+   those of a device that is open.
    */
   VBAR_THREADS_OFF = 2,
 };
@@ -752,7 +756,7 @@ enum VbarWaitKind
    */
   VBAR_WAIT_KIND_STAGING = 1,
   /*
-   A victim's fences, where aliasing is off.
+   A frame: a victim's fences where aliasing is off, or the end of what the engine has in hand.
    */
   VBAR_WAIT_KIND_FRAME = 2,
   /*
@@ -771,6 +775,14 @@ enum VbarWaitKind
    The whole context.
    */
   VBAR_WAIT_KIND_CONTEXT = 6,
+  /*
+   Bytes that threads of the library's own read from a file.
+   */
+  VBAR_WAIT_KIND_READ = 7,
+  /*
+   Host memory being registered with the driver, or given back.
+   */
+  VBAR_WAIT_KIND_REGISTER = 8,
 };
 #ifndef __cplusplus
 #if __STDC_VERSION__ >= 202311L
@@ -783,7 +795,8 @@ typedef uint32_t VbarWaitKind;
 /*
  Takes one message: its level (a `VbarLogLevel`), a C string that lives during the call, and the
  pointer given with the callback. Called by whichever thread is about to leave a call of the
- library, one at a time, with no lock held. It must not throw or jump out.
+ library, one at a time, with no lock held. What it calls leaves that call's status and message
+ as they are. It must not throw or jump out.
  */
 typedef void (*VbarLogCallback)(uint32_t level, const char *message, void *user);
 
@@ -1277,7 +1290,8 @@ typedef struct VbarWaitCount {
 } VbarWaitCount;
 
 /*
- Numbers of a device. Those of memory were taken together; counts only ever grow.
+ Numbers of a device. Those of memory were taken together; counts only ever grow, but for what
+ the engine does now.
  */
 typedef struct VbarStatistics {
   /*
@@ -1380,6 +1394,36 @@ typedef struct VbarStatistics {
    Waits of the CPU by `VbarWaitKind`.
    */
   struct VbarWaitCount waits[16];
+  /*
+   Of the pages that got a frame, those that were fetched before a fault asked for them.
+   */
+  uint64_t ahead_page_count;
+  /*
+   Steps for which the order that the engine expects has been right; this and what follows is
+   of now, and 0 without threads. A step is a fault of bound VBARs, told to the engine while
+   these exceed the budget.
+   */
+  uint64_t engine_trust;
+  /*
+   Steps that were not as expected so far.
+   */
+  uint64_t engine_departure_count;
+  /*
+   Plans made so far of which pages stay.
+   */
+  uint64_t engine_plan_count;
+  /*
+   Pages of the plan in force, in all; 0 without one.
+   */
+  uint64_t engine_planned_page_count;
+  /*
+   Of those, the ones that stay.
+   */
+  uint64_t engine_kept_page_count;
+  /*
+   Steps that the engine is ahead of the program.
+   */
+  uint64_t engine_ahead_step_count;
   /*
    Bytes of host frames held, page-locked and in none of the other numbers: see
    `VbarDeviceOptions::host_mapped`.
@@ -1505,7 +1549,7 @@ VbarStatus vbar_device_trim(struct VbarDevice device, uint64_t keep_bytes, uint6
  `VbarDeviceOptions::host_mapped`. Statuses: the common ones, the driver's. Thread-safe.
  `freed_bytes` is NULL or can be written to.
  */
-VbarStatus vbar_device_trim_host(struct VbarDevice device, uint64_t *freed_bytes);
+VbarStatus vbar_device_trim_host_frames(struct VbarDevice device, uint64_t *freed_bytes);
 
 /*
  Gives memory of all VBARs back to the driver, lowest rank first; as `vbar_bar_free_memory`.
@@ -1832,9 +1876,50 @@ VbarStatus vbar_model_fault(struct VbarModel model,
 const char *vbar_dtype_text(uint32_t dtype);
 
 /*
+ Says that bytes of a bound VBAR, from `bar_offset` on, will be wanted soon, once. The device's
+ engine brings them in as far as there are frames that nothing needs earlier; a fault that comes
+ before helps itself. Advice: without `VBAR_THREADS_ON` it is checked and nothing comes of it.
+ Statuses: the common ones, `CLOSED`; `INVALID_ARGUMENT` outside the VBAR, and for one that is
+ not bound. Thread-safe.
+ */
+VbarStatus vbar_bar_prefetch(struct VbarBar bar, uint64_t bar_offset, uint64_t bytes);
+
+/*
+ Says that a tensor will be wanted soon, once; see `vbar_bar_prefetch`. Statuses: those of
+ `vbar_bar_prefetch`. Thread-safe.
+ */
+VbarStatus vbar_model_prefetch(struct VbarModel model, uint64_t index);
+
+/*
+ Says in which order the program will fault, from its next fault on; behind the last step comes
+ the first again. A step is what one fault, or one `vbar_device_fault_many`, makes resident
+ together: `range_counts[0]` ranges of bound VBARs of the device, then `range_counts[1]`, and so
+ on, one behind the other in `ranges`. Believed until the program does something else, and not
+ needed: an order is learned from its first pass. Advice as `vbar_bar_prefetch`; either all of it
+ is taken or none. Statuses: the common ones, `CLOSED`; `INVALID_ARGUMENT` for a
+ step of no ranges, a range outside its VBAR, and a VBAR that is not bound or of another device.
+ Thread-safe.
+ `range_counts` has `step_count` elements, `ranges` as many as these come to together, and nobody
+ writes them during the call.
+ */
+VbarStatus vbar_device_schedule_hint(struct VbarDevice device,
+                                     const struct VbarRange *ranges,
+                                     const size_t *range_counts,
+                                     size_t step_count);
+
+/*
+ As `vbar_device_schedule_hint` for tensors of one model that are faulted one by one, by their
+ indexes. Statuses: those of `vbar_device_schedule_hint`; `INVALID_ARGUMENT` for an index that
+ the model does not have. Thread-safe.
+ `indexes` has `count` elements, and nobody writes them during the call.
+ */
+VbarStatus vbar_model_schedule_hint(struct VbarModel model, const uint64_t *indexes, size_t count);
+
+/*
  Hands a token to a consumer of DLPack, as a `DLManagedTensorVersioned` or a `DLManagedTensor` of
- device type `kDLCUDA` at `managed`. The token is the consumer's from then on: its deleter, which
- any thread may call, gives the pins back. `stream` is the one that was faulted for, on which the
+ device type `kDLCUDA` at `managed`. The pins are the consumer's from then on: its deleter, which
+ any thread may call, gives them back, and the token is stale: each export takes a fault of its
+ own. `stream` is the one that was faulted for, on which the
  consumer works. One of CUDA's own (0 to 2) is taken for granted then; of another nobody promises
  that it lives so long, so it is not touched, and the bytes stay until its work is known to be
  done. On failure the token stays the caller's. Statuses: the common ones, `UNSUPPORTED` for the

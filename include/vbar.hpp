@@ -34,53 +34,6 @@
 namespace vbar {
 inline namespace VBAR_FAILURES {
 
-// A piece of a VBAR whose bytes the program writes itself: a name, which ends with the VBAR.
-class Allocation {
-public:
-    // Names nothing.
-    Allocation() noexcept = default;
-
-    // Device address of the first byte, which never changes.
-    [[nodiscard]] std::uint64_t address() const noexcept { return address_; }
-    [[nodiscard]] std::uint64_t bytes() const noexcept { return bytes_; }
-    // Its first byte in the VBAR.
-    [[nodiscard]] std::uint64_t bar_offset() const noexcept { return bar_offset_; }
-    [[nodiscard]] VbarAllocation get() const noexcept { return allocation_; }
-
-    // Makes it resident for work on `stream`, which on a refill is the one that will write.
-    // Errors: stale_handle, timed_out, cancelled, too_many_pins, device_lost, process_ending, what
-    // the driver says. Nothing is pinned then.
-    Result<Fault> try_fault(Stream stream) const {
-        return detail::tried(stream, vbar_allocation_fault, allocation_, stream.get());
-    }
-    // As try_fault, waiting while another caller fills.
-    Result<Fault> try_fault_wait(Stream stream) const {
-        return detail::tried(stream, vbar_allocation_fault_wait, allocation_, stream.get());
-    }
-    // Declares the bytes no good: the next fault asks for a refill. Give guards back first.
-    Result<void> try_invalidate() const {
-        return Result<void>::of(vbar_allocation_invalidate(allocation_));
-    }
-#if VBAR_HAS_EXCEPTIONS
-    Fault fault(Stream stream) const {
-        return detail::served(stream, vbar_allocation_fault, allocation_, stream.get());
-    }
-    Fault fault_wait(Stream stream) const {
-        return detail::served(stream, vbar_allocation_fault_wait, allocation_, stream.get());
-    }
-    void invalidate() const { try_invalidate().value(); }
-#endif
-
-private:
-    friend class BarView;
-
-
-    VbarAllocation allocation_{};
-    std::uint64_t address_ = 0;
-    std::uint64_t bar_offset_ = 0;
-    std::uint64_t bytes_ = 0;
-};
-
 // The name of a VBAR that a `Bar` or a `Model` owns.
 class BarView {
 public:
@@ -131,6 +84,11 @@ public:
     // cancelled, too_many_pins, device_lost, process_ending, what the driver says.
     Result<Fault> try_fault(std::uint64_t bar_offset, std::uint64_t bytes, Stream stream) const {
         return detail::tried(stream, vbar_bar_fault, bar_, bar_offset, bytes, stream.get());
+    }
+    // Advice: these bytes of a bound VBAR will be wanted soon, once. Nothing without `Threads::on`.
+    // Errors: invalid_argument outside the VBAR or on one that is not bound.
+    Result<void> try_prefetch(std::uint64_t bar_offset, std::uint64_t bytes) const {
+        return Result<void>::of(vbar_bar_prefetch(bar_, bar_offset, bytes));
     }
     // Makes it the newest of its class and lifts its watermark; makes it the oldest.
     Result<void> try_prioritise() const { return Result<void>::of(vbar_bar_prioritise(bar_)); }
@@ -188,6 +146,9 @@ public:
     Allocation allocate(std::uint64_t bytes) const { return try_allocate(bytes).value(); }
     Fault fault(std::uint64_t bar_offset, std::uint64_t bytes, Stream stream) const {
         return detail::served(stream, vbar_bar_fault, bar_, bar_offset, bytes, stream.get());
+    }
+    void prefetch(std::uint64_t bar_offset, std::uint64_t bytes) const {
+        try_prefetch(bar_offset, bytes).value();
     }
     void prioritise() const { try_prioritise().value(); }
     void deprioritise() const { try_deprioritise().value(); }
@@ -345,6 +306,16 @@ public:
     Result<Fault> try_fault(const Tensor &tensor, Stream stream) const {
         return try_fault(tensor.index, stream);
     }
+    // Advice: a tensor will be wanted soon, once; as `BarView::try_prefetch`.
+    Result<void> try_prefetch(std::uint64_t index) const {
+        return Result<void>::of(vbar_model_prefetch(model_, index));
+    }
+    // Advice: the order in which its tensors will be faulted, again and again, by their indexes.
+    // Errors: invalid_argument for an index past the last.
+    Result<void> try_schedule_hint(Span<const std::uint64_t> indexes) const {
+        return Result<void>::of(
+            vbar_model_schedule_hint(model_, indexes.data(), indexes.size()));
+    }
 #if VBAR_HAS_EXCEPTIONS
     VbarModelInfo info() const { return try_info().value(); }
     BarView bar() const { return try_bar().value(); }
@@ -357,6 +328,10 @@ public:
         return detail::served(stream, vbar_model_fault, model_, index, stream.get());
     }
     Fault fault(const Tensor &tensor, Stream stream) const { return fault(tensor.index, stream); }
+    void prefetch(std::uint64_t index) const { try_prefetch(index).value(); }
+    void schedule_hint(Span<const std::uint64_t> indexes) const {
+        try_schedule_hint(indexes).value();
+    }
 #endif
 
 private:
@@ -468,6 +443,26 @@ public:
         }
         return Faults(std::move(guards), outcome, static_cast<Reason>(first.reason));
     }
+    // Advice: the order in which ranges of bound VBARs will be faulted, again and again. A step is
+    // what one fault makes resident together: the next `range_counts[step]` of the ranges.
+    // Errors: invalid_argument where the counts do not come to the ranges, for a step of none, a
+    // range outside its VBAR or of one that is not bound.
+    Result<void> try_schedule_hint(Span<const VbarRange> ranges,
+                                   Span<const std::size_t> range_counts) const {
+        std::size_t left = ranges.size();
+        for (const std::size_t count : range_counts) {
+            if (count > left) {
+                return detail::other_range_count();
+            }
+            left -= count;
+        }
+        if (left != 0) {
+            return detail::other_range_count();
+        }
+        return Result<void>::of(vbar_device_schedule_hint(device_, ranges.data(),
+                                                          range_counts.data(),
+                                                          range_counts.size()));
+    }
     // The explicit budget in bytes, 0 for an automatic one; memory above it is given back at once.
     Result<void> try_set_budget(std::uint64_t bytes) const {
         return Result<void>::of(vbar_device_set_budget(device_, bytes));
@@ -496,9 +491,9 @@ public:
         return freed;
     }
     // Gives host frames back that nobody uses; tells the bytes.
-    Result<std::uint64_t> try_trim_host() const {
+    Result<std::uint64_t> try_trim_host_frames() const {
         std::uint64_t freed = 0;
-        if (const VbarStatus status = vbar_device_trim_host(device_, &freed)) {
+        if (const VbarStatus status = vbar_device_trim_host_frames(device_, &freed)) {
             return Error(status);
         }
         return freed;
@@ -540,12 +535,15 @@ public:
     Faults fault_many(Span<const VbarRange> ranges, Stream stream) const {
         return try_fault_many(ranges, stream).value();
     }
+    void schedule_hint(Span<const VbarRange> ranges, Span<const std::size_t> range_counts) const {
+        try_schedule_hint(ranges, range_counts).value();
+    }
     void set_budget(std::uint64_t bytes) const { try_set_budget(bytes).value(); }
     void set_headroom(std::uint64_t bytes) const { try_set_headroom(bytes).value(); }
     Budget budget() const { return try_budget().value(); }
     void refresh() const { try_refresh().value(); }
     std::uint64_t trim(std::uint64_t keep_bytes) const { return try_trim(keep_bytes).value(); }
-    std::uint64_t trim_host() const { return try_trim_host().value(); }
+    std::uint64_t trim_host_frames() const { return try_trim_host_frames().value(); }
     Freed free_memory(std::uint64_t bytes) const { return try_free_memory(bytes).value(); }
     void set_wait_timeout(std::chrono::milliseconds timeout) const {
         try_set_wait_timeout(timeout).value();

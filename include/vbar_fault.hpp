@@ -15,6 +15,8 @@
 namespace vbar {
 inline namespace VBAR_FAILURES {
 
+class BarView;
+
 // The pins of one fault: what `Guard` and `Fill` have in common.
 class Pins {
 public:
@@ -270,6 +272,52 @@ private:
     std::vector<Guard> guards_;
     Outcome outcome_;
     Reason reason_;
+};
+
+// A piece of a VBAR whose bytes the program writes itself: a name, which ends with the VBAR.
+class Allocation {
+public:
+    // Names nothing.
+    Allocation() noexcept = default;
+
+    // Device address of the first byte, which never changes.
+    [[nodiscard]] std::uint64_t address() const noexcept { return address_; }
+    [[nodiscard]] std::uint64_t bytes() const noexcept { return bytes_; }
+    // Its first byte in the VBAR.
+    [[nodiscard]] std::uint64_t bar_offset() const noexcept { return bar_offset_; }
+    [[nodiscard]] VbarAllocation get() const noexcept { return allocation_; }
+
+    // Makes it resident for work on `stream`, which on a refill is the one that will write.
+    // Errors: stale_handle, timed_out, cancelled, too_many_pins, device_lost, process_ending, what
+    // the driver says. Nothing is pinned then.
+    Result<Fault> try_fault(Stream stream) const {
+        return detail::tried(stream, vbar_allocation_fault, allocation_, stream.get());
+    }
+    // As try_fault, waiting while another caller fills.
+    Result<Fault> try_fault_wait(Stream stream) const {
+        return detail::tried(stream, vbar_allocation_fault_wait, allocation_, stream.get());
+    }
+    // Declares the bytes no good: the next fault asks for a refill. Give guards back first.
+    Result<void> try_invalidate() const {
+        return Result<void>::of(vbar_allocation_invalidate(allocation_));
+    }
+#if VBAR_HAS_EXCEPTIONS
+    Fault fault(Stream stream) const {
+        return detail::served(stream, vbar_allocation_fault, allocation_, stream.get());
+    }
+    Fault fault_wait(Stream stream) const {
+        return detail::served(stream, vbar_allocation_fault_wait, allocation_, stream.get());
+    }
+    void invalidate() const { try_invalidate().value(); }
+#endif
+
+private:
+    friend class BarView;
+
+    VbarAllocation allocation_{};
+    std::uint64_t address_ = 0;
+    std::uint64_t bar_offset_ = 0;
+    std::uint64_t bytes_ = 0;
 };
 
 } // namespace VBAR_FAILURES

@@ -153,6 +153,8 @@ enum class WaitKind : std::uint32_t {
     ready = VBAR_WAIT_KIND_READY,
     release = VBAR_WAIT_KIND_RELEASE,
     context = VBAR_WAIT_KIND_CONTEXT,
+    read = VBAR_WAIT_KIND_READ,
+    register_ = VBAR_WAIT_KIND_REGISTER,
 };
 
 enum class LogLevel : std::uint32_t {
@@ -172,6 +174,7 @@ enum class Eviction : std::uint32_t {
 enum class Threads : std::uint32_t {
     // None, or what the device has where it is open already.
     unset = VBAR_THREADS_DEFAULT,
+    // "vbar pressure" and "vbar engine", which fetches weights ahead of need, and some that read.
     on = VBAR_THREADS_ON,
     off = VBAR_THREADS_OFF,
 };
@@ -323,6 +326,10 @@ template <class T> [[nodiscard]] T sized() noexcept {
     return Error(Status::invalid_argument, "a text has a zero byte inside");
 }
 
+[[nodiscard]] inline Error other_range_count() {
+    return Error(Status::invalid_argument, "the steps have not as many ranges as there are");
+}
+
 [[nodiscard]] inline Error negative_timeout() {
     return Error(Status::invalid_argument, "a wait's time-out is negative");
 }
@@ -403,7 +410,7 @@ struct DeviceOptions {
     std::string driver;
     // The device's ordinal in that driver; "cuda:1" has its own.
     std::uint32_t ordinal = 0;
-    // Whether the library may have a thread of its own.
+    // Whether the library may have threads of its own; it has none unless asked.
     Threads threads = Threads::unset;
     // Most device memory for frames, in bytes; 0: what is free, less the headroom.
     std::uint64_t budget_bytes = 0;

@@ -9,7 +9,7 @@ target=${CARGO_TARGET_DIR:-target}
 
 rm -rf "$bundle"
 mkdir "$bundle"
-cargo build --release --bin vbar --lib
+cargo build --release --bin vbar
 # Cargo names the built files in its messages; their paths carry hashes.
 cargo build --release --features device-tests --test device --bench faults --bench c_abi \
     --example engine --example smallest --example own_weights \
@@ -26,6 +26,9 @@ for line in sys.stdin:
             shutil.copy(message["executable"], sys.argv[1] + "/" + name)
 ' "$bundle"
 cp "$target/release/vbar" scripts/device-run.sh "$bundle"
+# The library as it is installed: built as nothing else, it is optimised as a whole. Last, since
+# the builds before leave another in its place.
+cargo rustc --release --lib --crate-type cdylib
 
 # The library under the names that linkers and loaders look for.
 abi=$(sed -n 's/^#define VBAR_ABI_VERSION //p' include/vbar.h)
@@ -35,7 +38,8 @@ cp "$target/release/libvbar.so" "$bundle/lib/libvbar.so"
 (cd "$bundle" && strip device faults c_abi engine-rust smallest-rust own-weights-rust vbar \
     lib/libvbar.so*)
 
-mkdir -p "$bundle"/{examples,tests/abi}
+mkdir -p "$bundle"/{examples,benches,tests/abi}
+cp benches/*.py "$bundle/benches"
 cp -r include python_shim "$bundle"
 cp -r tests/python "$bundle/tests"
 cp examples/*.c examples/*.cpp "$bundle/examples"

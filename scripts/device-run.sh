@@ -5,7 +5,7 @@
 #
 #   MODEL_BYTES=16G BUDGET=8G MODEL=/tmp/vbar-model.safetensors ./device-run.sh [PART...]
 #
-# The parts are suite, programs, python, bench and model; without a name, all of them.
+# The parts are suite, programs, python, bench, stream and model; without a name, all of them.
 set -uo pipefail
 cd "$(dirname "$0")"
 model_bytes=${MODEL_BYTES:-16G}
@@ -87,6 +87,13 @@ bench() {
     step 120 ./faults
 }
 
+# A model of 16 GiB through budgets of parts of it, beside plain resident tensors: STREAM has the
+# options of benches/stream.py.
+stream() {
+    # shellcheck disable=SC2086
+    step 560 python3 -u benches/stream.py ${STREAM:-}
+}
+
 model() {
     step 300 ./vbar synth "$model" --bytes "$model_bytes" --seed 7
     step 300 ./vbar run "$model" --budget "$budget" --passes 3 --device cuda --verify
@@ -95,12 +102,12 @@ model() {
 }
 
 parts=("$@")
-[ "${#parts[@]}" -gt 0 ] || parts=(suite programs python bench model)
+[ "${#parts[@]}" -gt 0 ] || parts=(suite programs python bench stream model)
 for part in "${parts[@]}"; do
     case $part in
-    suite | programs | python | bench | model) ;;
+    suite | programs | python | bench | stream | model) ;;
     *)
-        echo "== there is no part $part: suite, programs, python, bench, model" >&2
+        echo "== there is no part $part: suite, programs, python, bench, stream, model" >&2
         exit 2
         ;;
     esac

@@ -3,16 +3,12 @@
 //! Hits are counted in cells of a thread each, a cache line apart, so that threads do not slow one
 //! another; everything rarer is a plain atomic. Reading sums; numbers only ever grow.
 
-use std::cell::Cell;
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use crate::outcome::{Reason, WaitKind};
-
-/// Cells that belong to one thread each, the first threads of the process.
-pub(crate) const OWNED: usize = 64;
-/// Cells that all later threads share.
-const SHARED: usize = 64;
+use crate::slots::Thread;
+use crate::slots::thread::{OWNED, SHARED};
 
 #[repr(align(128))]
 #[derive(Default)]
@@ -30,12 +26,12 @@ impl Default for Sharded {
 }
 
 impl Sharded {
-    /// One more.
+    /// One more, counted for the calling thread.
     #[inline(always)]
-    pub fn raise(&self) {
-        let index = thread_index();
-        let cell = &self.cells[index].0;
-        if index < OWNED {
+    pub fn raise(&self, thread: &Thread) {
+        let number = thread.number();
+        let cell = &self.cells[number].0;
+        if number < OWNED {
             // This thread's own: a load and a store are enough, and 5 ns cheaper.
             cell.store(cell.load(Ordering::Relaxed) + 1, Ordering::Relaxed);
         } else {
@@ -50,22 +46,6 @@ impl Sharded {
     }
 }
 
-/// A small number of the calling thread, what threads are spread by: of its own below `OWNED`, for
-/// as long as the process lives; shared with others from there on.
-#[inline(always)]
-pub(crate) fn thread_index() -> usize {
-    static NEXT: AtomicUsize = AtomicUsize::new(0);
-    thread_local!(static SHARD: Cell<usize> = const { Cell::new(usize::MAX) });
-    SHARD.with(|shard| {
-        if shard.get() == usize::MAX {
-            let number = NEXT.fetch_add(1, Ordering::Relaxed);
-            let later = number.saturating_sub(OWNED) % SHARED;
-            shard.set(number.min(OWNED) + later);
-        }
-        shard.get()
-    })
-}
-
 /// How often and how long, for one kind of wait.
 #[derive(Clone, Copy, Default, PartialEq, Eq, Debug)]
 pub struct WaitCount {
@@ -73,6 +53,51 @@ pub struct WaitCount {
     pub count: u64,
     /// Their time together.
     pub total: Duration,
+}
+
+/// Bytes that fills took from each source.
+#[derive(Default)]
+pub struct Sources {
+    /// Page-locked memory that held them from an earlier fill.
+    pub locked_cache: AtomicU64,
+    /// Registered pages of the page cache.
+    pub registered: AtomicU64,
+    /// The page cache: reads that did not have to wait.
+    pub page_cache: AtomicU64,
+    /// The disk, through the page cache or past it.
+    pub disk: AtomicU64,
+    /// Those of the disk that went past the page cache.
+    pub direct: AtomicU64,
+}
+
+/// A reading of [`Sources`], in bytes.
+#[derive(Clone, Copy, Default, PartialEq, Eq, Debug)]
+pub struct SourceBytes {
+    /// Copied from the page-locked cache: nothing was read for them.
+    pub locked_cache_bytes: u64,
+    /// Copied from registered pages of the page cache.
+    pub registered_bytes: u64,
+    /// Read from the page cache, without waiting.
+    pub page_cache_bytes: u64,
+    /// Read from the disk.
+    pub disk_bytes: u64,
+    /// Of `disk_bytes`, those that went past the page cache.
+    pub direct_bytes: u64,
+}
+
+impl Sources {
+    /// The bytes so far.
+    #[must_use]
+    pub fn bytes(&self) -> SourceBytes {
+        let load = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+        SourceBytes {
+            locked_cache_bytes: load(&self.locked_cache),
+            registered_bytes: load(&self.registered),
+            page_cache_bytes: load(&self.page_cache),
+            disk_bytes: load(&self.disk),
+            direct_bytes: load(&self.direct),
+        }
+    }
 }
 
 /// The counters of one runtime.
@@ -90,8 +115,10 @@ pub struct Counters {
     pub pages_evicted: AtomicU64,
     /// Evictions whose frame was mapped at its next address before it left the last one.
     pub pages_aliased: AtomicU64,
-    /// Bytes read from files and copied to the device.
+    /// Bytes copied to the device by fills.
     pub bytes_filled: AtomicU64,
+    /// Where they came from.
+    pub sources: Sources,
     /// Driver calls that were tried again after a transient code.
     pub driver_retries: AtomicU64,
     /// Pages that were evicted and got no poison, though the mode is on, and attempts to make it
@@ -139,6 +166,7 @@ pub(crate) fn add(counter: &AtomicU64, n: u64) {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::slots::thread;
 
     #[test]
     fn every_thread_is_counted_however_many_there_were() {
@@ -146,7 +174,9 @@ mod tests {
         for _ in 0..3 {
             std::thread::scope(|scope| {
                 for _ in 0..OWNED {
-                    scope.spawn(|| (0..100).for_each(|_| counter.raise()));
+                    scope.spawn(|| {
+                        (0..100).for_each(|_| thread::with(|thread| counter.raise(thread)))
+                    });
                 }
             });
         }

@@ -1,5 +1,6 @@
 //! What a runtime can be told when it is opened, with the defaults and their reasons.
 
+use std::path::PathBuf;
 use std::time::Duration;
 
 use crate::units::{Context, MIB, PageSize};
@@ -78,6 +79,14 @@ pub struct RuntimeOptions {
     pub staging_slot_count: usize,
     /// Whether what no device frames can be had for is read from host memory.
     pub host_mapped: HostMapped,
+    /// Most host memory that may be page-locked, in bytes; `None`: what the system can spare. What
+    /// it can spare bounds a number too.
+    pub host_allowance: Option<u64>,
+    /// Where model files are read from.
+    pub prefer: Prefer,
+    /// The folder that stands for `/` where the system says what memory it has, for tests.
+    #[doc(hidden)]
+    pub system_root: Option<PathBuf>,
     /// Whether the runtime has threads of its own; `None`: it has none, or what it was when the
     /// runtime is open already.
     pub threads: Option<Threads>,
@@ -97,18 +106,39 @@ pub enum HostMapped {
     On,
 }
 
+/// Where the bytes of a model file are read from, when they are not in page-locked memory.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub enum Prefer {
+    /// From the page cache what is there, or all of it when the model fits into what the host can
+    /// spare; else past it.
+    #[default]
+    Auto,
+    /// Through the page cache: what was read once stays there as long as nobody needs the memory.
+    Ram,
+    /// Past the page cache (`O_DIRECT`), where the file system can; else through it.
+    Disk,
+}
+
 /// See [`RuntimeOptions::threads`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub enum Threads {
     /// Everything happens on the callers' threads: what other programs take from the device is
-    /// noticed by the next fault.
+    /// noticed by the next fault, and nothing is fetched ahead of one.
     #[default]
     Off,
-    /// One thread, `vbar pressure`, looks every 25 ms at what the driver says is free and gives
-    /// memory back as a fault would, so that other programs get it while this one is idle. Where no
-    /// fence covers a use, and [`ContextWaits::Allowed`], it records an event of the context, which
-    /// breaks a capture of a stream that the library has not met yet: a program that captures sets
+    /// Two threads that work, and some that read files for them.
+    ///
+    /// `vbar pressure` looks every 25 ms at what the driver says is free and gives memory back as
+    /// a fault would, so that other programs get it while this one is idle. Where no fence covers a
+    /// use, and [`ContextWaits::Allowed`], it records an event of the context, which breaks a
+    /// capture of a stream that the library has not met yet: a program that captures sets
     /// [`ContextWaits::Never`].
+    ///
+    /// `vbar engine` learns the order in which bound VBARs are faulted while they exceed the
+    /// budget, says which of their pages stay, and fetches the others before they are asked for. It
+    /// is never in the way: a fault that comes first helps itself, at most it waits for frames that
+    /// the engine has in hand. Hints ([`Runtime::schedule_hint`](crate::Runtime::schedule_hint))
+    /// and wishes ([`Vbar::prefetch`](crate::Vbar::prefetch)) are for it alone.
     On,
 }
 
@@ -147,6 +177,9 @@ impl Default for RuntimeOptions {
             record_interval: Duration::from_micros(50),
             staging_slot_count: 4,
             host_mapped: HostMapped::Off,
+            host_allowance: None,
+            prefer: Prefer::Auto,
+            system_root: None,
             threads: None,
         }
     }

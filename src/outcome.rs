@@ -88,7 +88,7 @@ kinds! {
         Claim = "claim",
         /// A page-locked slot whose last copy is not done.
         Staging = "staging",
-        /// A victim's fences, where aliasing is off.
+        /// A victim's fences where aliasing is off, or the end of what the engine has in hand.
         Frame = "frame",
         /// The page's own old mapping, whose frame went elsewhere.
         OldMapping = "old_mapping",
@@ -98,5 +98,9 @@ kinds! {
         Release = "release",
         /// The whole context, once, to learn what no fence covers.
         Context = "context",
+        /// Bytes that threads of the library's own read from a file.
+        Read = "read",
+        /// Host memory being registered with the driver, or given back.
+        Register = "register",
     }
 }

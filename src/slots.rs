@@ -13,10 +13,12 @@
 
 mod barrier;
 mod handles;
+pub mod thread;
 mod tokens;
 
 pub use handles::{Handles, Ref, Spread};
-pub use tokens::{FreeSlot, SlotCache, Tokens};
+pub use thread::{FreeSlot, SlotCache, Thread};
+pub use tokens::{Ending, Tokens};
 
 /// Slots of one table: 16.7 million.
 const SLOTS_MAX: u32 = 1 << SLOT_BITS;

@@ -56,6 +56,7 @@ files! {
     test_dlpack
     test_errors
     test_faults
+    test_ahead
     test_garbage
     test_header
     test_interrupt

@@ -57,6 +57,7 @@ const UNSAFE: &[&str] = &[
     "src/slots/barrier.rs",
     "src/slots/handles.rs",
     "src/slots/tokens.rs",
+    "src/ffi/ahead.rs",
     "src/ffi/allocation.rs",
     "src/ffi/bar.rs",
     "src/ffi/call.rs",

@@ -238,6 +238,13 @@ class Statistics(ctypes.Structure):
         ("poison_failure_count", c_uint64),
         ("refusal_count", c_uint64 * 32),
         ("waits", WaitCount * 16),
+        ("ahead_page_count", c_uint64),
+        ("engine_trust", c_uint64),
+        ("engine_departure_count", c_uint64),
+        ("engine_plan_count", c_uint64),
+        ("engine_planned_page_count", c_uint64),
+        ("engine_kept_page_count", c_uint64),
+        ("engine_ahead_step_count", c_uint64),
         ("host_mapped_bytes", c_uint64),
     ]
 
@@ -263,13 +270,17 @@ FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "vbar_device_budget": (Status, [Device, POINTER(c_uint64), POINTER(c_uint64)]),
     "vbar_device_refresh": (Status, [Device]),
     "vbar_device_trim": (Status, [Device, c_uint64, POINTER(c_uint64)]),
-    "vbar_device_trim_host": (Status, [Device, POINTER(c_uint64)]),
+    "vbar_device_trim_host_frames": (Status, [Device, POINTER(c_uint64)]),
     "vbar_device_free_memory": (Status, [Device, c_uint64, POINTER(Freed)]),
     "vbar_device_cancel_waits": (Status, [Device]),
     "vbar_device_statistics": (Status, [Device, POINTER(Statistics)]),
     "vbar_device_fault_many": (
         Status,
         [Device, POINTER(Range), c_size_t, Stream, POINTER(Fault)],
+    ),
+    "vbar_device_schedule_hint": (
+        Status,
+        [Device, POINTER(Range), POINTER(c_size_t), c_size_t],
     ),
     "vbar_thread_set_wait_check": (Status, [c_void_p, c_void_p]),
     "vbar_stream_retire": (Status, [Device, Stream]),
@@ -291,6 +302,7 @@ FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "vbar_bar_residency": (Status, [Bar, c_uint32, c_size_t, POINTER(Page)]),
     "vbar_bar_allocate": (Status, [Bar, c_uint64, POINTER(Allocation)]),
     "vbar_bar_fault": (Status, [Bar, c_uint64, c_uint64, Stream, POINTER(Fault)]),
+    "vbar_bar_prefetch": (Status, [Bar, c_uint64, c_uint64]),
     "vbar_allocation_place": (
         Status,
         [Allocation, POINTER(c_uint64), POINTER(c_uint64), POINTER(c_uint64)],
@@ -310,6 +322,8 @@ FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "vbar_model_metadata": (Status, [Model, c_char_p, POINTER(c_char_p)]),
     "vbar_model_file": (Status, [Model, c_uint32, POINTER(c_char_p)]),
     "vbar_model_fault": (Status, [Model, c_uint64, Stream, POINTER(Fault)]),
+    "vbar_model_prefetch": (Status, [Model, c_uint64]),
+    "vbar_model_schedule_hint": (Status, [Model, POINTER(c_uint64), c_size_t]),
     "vbar_dlpack_export": (
         Status,
         [Token, Stream, POINTER(DlpackTensor), POINTER(c_void_p)],

@@ -154,6 +154,18 @@ class Bar(Closeable):
             return Offloaded(Reason(fault.reason), fault.bytes)
         return self._guard_of(fault, at, size, handle, stream)
 
+    def prefetch(self, bar_offset: int, nbytes: int) -> None:
+        """Say that bytes of a bound VBAR will be wanted soon, once.
+
+        Advice: they are brought in as far as there are frames that nothing needs earlier, and not
+        at all on a device without threads.
+
+        Raises:
+            InvalidArgument: the range is outside the VBAR, or it is not bound.
+        """
+        at, size = unsigned(bar_offset, "bar_offset"), unsigned(nbytes, "nbytes")
+        call(self._lib.vbar_bar_prefetch, self._id, at, size)
+
     def _fault_raw(self, bar_offset: int, nbytes: int, stream: int) -> _abi.Fault:
         return fault_of(self._lib.vbar_bar_fault, self._id, bar_offset, nbytes, stream)
 

@@ -46,8 +46,10 @@ class Device(Closeable):
             less the headroom, followed as it changes.
         headroom: device memory left free for others, likewise; ``None`` is 256 MiB.
         page_size: of pages and frames, a power of two; ``None`` is 16 MiB.
-        threads: whether the library has a thread that notices what other programs take from the
-            device, also between calls; ``None`` leaves an open device as it is.
+        threads: whether the library has threads of its own; ``None`` leaves an open device as it
+            is. One notices what other programs take from the device, also between calls. Another,
+            the engine, learns the order in which models that exceed the budget are faulted, keeps
+            some of their weights and fetches the others before they are asked for.
         context: the ``CUcontext`` to work in, as a number; ``None`` is the primary one, which
             torch and CuPy work in.
         eviction: how a frame in use gets to its next page.
@@ -199,6 +201,30 @@ class Device(Closeable):
             ]
         )
 
+    def schedule_hint(self, steps: Iterable[Iterable[tuple[Bar, int, int]]]) -> None:
+        """Say in which order ranges of bound VBARs will be faulted, again and again.
+
+        Advice: it is believed until the program does something else, and nothing comes of it on a
+        device without threads. Not needed: an order is learned from its first pass.
+
+        Args:
+            steps: of each what one fault, or one :meth:`fault_many`, makes resident together: the
+                VBAR, its first byte and its length, in bytes, of each range.
+
+        Raises:
+            InvalidArgument: a step has no ranges, a range is outside its VBAR, or that one is not
+                bound.
+        """
+        given = [list(step) for step in steps]
+        counts = (ctypes.c_size_t * len(given))(*map(len, given))
+        wanted = [entry for step in given for entry in step]
+        told = (_abi.Range * len(wanted))()
+        for place, (bar, bar_offset, nbytes) in zip(told, wanted):
+            place.bar = bar._id
+            place.bar_offset = unsigned(bar_offset, "bar_offset")
+            place.bytes = unsigned(nbytes, "nbytes")
+        call(self._lib.vbar_device_schedule_hint, self._id, told, counts, len(given))
+
     @property
     def budget(self) -> int | None:
         """The explicit budget in bytes; ``None`` for an automatic one.
@@ -240,14 +266,14 @@ class Device(Closeable):
         call(self._lib.vbar_device_trim, self._id, parse_size(keep, "keep"), freed)
         return freed.value
 
-    def trim_host(self) -> int:
+    def trim_host_frames(self) -> int:
         """Give host frames back that nobody uses.
 
         Returns:
             The bytes given back.
         """
         freed = ctypes.c_uint64()
-        call(self._lib.vbar_device_trim_host, self._id, freed)
+        call(self._lib.vbar_device_trim_host_frames, self._id, freed)
         return freed.value
 
     def free_memory(self, nbytes: Size | None = None) -> Freed:

@@ -173,7 +173,10 @@ class View(Unshared):
             return _capsule(managed, versioned)
         except BaseException:
             # Nobody has it: a type that does not go, a signal's handler that raised, no memory.
-            library.vbar_token_unpin(fault.token, stream)
+            if managed:
+                _delete(managed, versioned)
+            else:
+                library.vbar_token_unpin(fault.token, stream)
             raise
 
 
@@ -260,6 +263,14 @@ def _lasting_text(text: bytes) -> int:
     buffer = ctypes.create_string_buffer(text)
     _python.Py_IncRef(ctypes.py_object(buffer))
     return ctypes.addressof(buffer)
+
+
+def _delete(managed: ctypes.c_void_p, versioned: bool) -> None:
+    """What a consumer does that does not want it."""
+    # Behind the version and the context, or the tensor and the context.
+    place = (managed.value or 0) + (16 if versioned else 56)
+    deleter = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(ctypes.c_void_p.from_address(place).value)
+    deleter(managed)
 
 
 def _capsule(managed: ctypes.c_void_p, versioned: bool) -> Any:

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import os
 import weakref
-from typing import Any, Iterator, Mapping, Union
+from typing import Any, Iterable, Iterator, Mapping, Union
 
 from . import _abi
 from ._bar import Bar, descriptor_of
@@ -129,6 +129,26 @@ class Model(Closeable, Mapping[str, Tensor]):
 
     def _fault_raw(self, index: int, stream: int) -> _abi.Fault:
         return fault_of(self._lib.vbar_model_fault, self._id, index, stream)
+
+    def prefetch(self, name: str) -> None:
+        """Say that a tensor will be wanted soon, once; as :meth:`vbar.Bar.prefetch`.
+
+        Raises:
+            NotFound: there is no such tensor. A ``KeyError``.
+        """
+        call(self._lib.vbar_model_prefetch, self._id, self._index(name))
+
+    def schedule_hint(self, names: Iterable[str]) -> None:
+        """Say in which order the tensors will be faulted, one by one, again and again.
+
+        Advice, as :meth:`vbar.Device.schedule_hint`.
+
+        Raises:
+            NotFound: there is no such tensor. A ``KeyError``.
+        """
+        indexes = [self._index(name) for name in names]
+        array = (ctypes.c_uint64 * len(indexes))(*indexes)
+        call(self._lib.vbar_model_schedule_hint, self._id, array, len(indexes))
 
     def metadata(self, key: str) -> str:
         """A value of the model's ``__metadata__``.

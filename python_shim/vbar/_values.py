@@ -85,6 +85,8 @@ class WaitKind(_Numbered):
     READY = 4
     RELEASE = 5
     CONTEXT = 6
+    READ = 7
+    REGISTER = 8
 
 
 class Eviction(enum.IntEnum):
@@ -234,3 +236,18 @@ class Statistics:
     refusal_counts: Mapping[Reason, int]
     #: Waits of the CPU; kinds that never occurred are left out.
     waits: Mapping[WaitKind, WaitCount]
+    #: Of the pages that got a frame, those that were fetched before a fault asked for them.
+    ahead_page_count: int
+    #: Steps for which the order that the engine expects has been right; this and what follows is of
+    #: now, and 0 without threads.
+    engine_trust: int
+    #: Steps that were not as expected so far.
+    engine_departure_count: int
+    #: Plans made so far of which pages stay.
+    engine_plan_count: int
+    #: Pages of the plan in force, in all; 0 without one.
+    engine_planned_page_count: int
+    #: Of those, the ones that stay.
+    engine_kept_page_count: int
+    #: Steps that the engine is ahead of the program.
+    engine_ahead_step_count: int

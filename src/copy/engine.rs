@@ -149,8 +149,8 @@ impl Follow for Engine {
         self.work.notes.add(Note::Faulted(spans.to_vec()));
     }
 
-    fn unpinned(&self, device: &Device, span: Span) {
-        self.work.samples.end(device, span);
+    fn unpinned(&self, device: &Device, span: Span, stream: Stream) {
+        self.work.samples.end(device, span, stream);
         self.work.notes.add(Note::Unpinned(span));
     }
 

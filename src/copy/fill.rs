@@ -1,79 +1,137 @@
-//! Fill jobs: which bytes of which files go where, and the filler that carries one out.
+//! Fill jobs: which bytes of which files go where, and the filler that carries them out.
 //!
 //! A job is enqueued on the fill stream and ends in one ready ticket; it never waits for its own
-//! copies. This filler reads with `pread` on the calling thread into the staging ring. `Raw` is the
-//! only encoding: the seam where weights that are packed or quantised in the file will be decoded
-//! on the device.
+//! copies. Bytes come from the page-locked cache, or from files by way of the staging ring: read by
+//! the caller's thread, or, where the runtime has threads, by several that run ahead of the copies.
+//! What the memory of the host allows is asked of `host/room`; where none can be locked, bytes go
+//! through ordinary memory, piece by piece, and the program is none the wiser. `Raw` is the only
+//! encoding: the seam where weights that are packed or quantised in the file will be decoded on the
+//! device.
 
 use std::ops::Range;
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
+use crate::copy::cache::{Cache, Key, Surplus};
+use crate::copy::pipeline::Pipeline;
+use crate::copy::readers::Readers;
 use crate::copy::staging::Staging;
-use crate::counters;
 use crate::driver::DriverCode;
 use crate::error::{Error, Result};
 use crate::host::bound::Bound;
-use crate::model::binding::{Encoding, Segment};
+use crate::host::direct::ALIGNMENT_MAX;
+use crate::host::locked::{self, LockedSlot};
+use crate::host::mounts::SystemRoot;
+use crate::host::reading::Reading;
+use crate::host::room::LockedRoom;
+use crate::options::Threads;
 use crate::outcome::WaitKind;
 use crate::process;
 use crate::sync::device::Device;
 use crate::sync::fence::StreamSlot;
 use crate::sync::ticket::Ticket;
-use crate::trace::{self, Kind};
+use crate::sync::{AtomicBool, Mutex, Relaxed};
 use crate::units::{DeviceAddress, MIB, Stream};
 
 /// Largest staging slot: copies of 16 MiB come within 1 % of the link rate.
 const SLOT_BYTES_MAX: u64 = 16 * MIB;
+/// Slots of the ring when threads read ahead, where the allowance has room for them.
+const RING_SLOTS_MAX: u64 = 12;
+/// Without a fill for so long nothing streams.
+const QUIET_TIME: Duration = Duration::from_secs(1);
+/// Windows that one call of the housekeeping gives back: each of them waits for the device.
+const WINDOWS_A_CALL: usize = 2;
 
-/// Whether bytes are worth a place in page-locked memory after they were read.
+/// Whether a page's bytes are worth a place in the page-locked cache.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub enum Keep {
-    /// They are not.
+    /// They come once, or the page stays resident.
     #[default]
     No,
-    /// They are: they come back pass after pass.
+    /// They come again and again: they stay in page-locked memory if there is room.
     Locked,
 }
 
 /// One fill: segments of files and the addresses that they belong at.
 pub struct FillJob<'a> {
     /// The files and what binds them.
-    pub bound: &'a Bound,
+    pub bound: &'a Arc<Bound>,
     /// Address of the VBAR's first byte.
     pub base: DeviceAddress,
     /// The bytes of the VBAR to fill, whole pages.
     pub target: Range<u64>,
+    /// Index of the VBAR in its runtime.
+    pub bar: u32,
+    /// The first page.
+    pub page: u32,
+    /// Whether to keep the bytes on the host.
+    pub keep: Keep,
+}
+
+/// Page-locked bytes by what holds them.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct LockedBytes {
+    /// The staging ring.
+    pub ring_bytes: u64,
+    /// The page-locked cache, windows without use included.
+    pub cache_bytes: u64,
 }
 
 /// Carries out fill jobs on a stream of its own.
 pub struct Filler {
-    device: Arc<Device>,
-    staging: Staging,
-    stream: Stream,
+    pub(super) device: Arc<Device>,
+    pub(super) staging: Staging,
+    pub(super) cache: Arc<Cache>,
+    pub(super) stream: Stream,
+    room: Arc<LockedRoom>,
     slot: StreamSlot,
+    readers: Mutex<Option<Arc<Readers>>>,
+    /// Whether a slot is on its way into the ring, or none can be had any more.
+    growing: Arc<AtomicBool>,
+    /// When the last jobs came.
+    busy_at: Mutex<Instant>,
+    /// Whether it was told that memory cannot be locked.
+    told: AtomicBool,
 }
 
 impl Filler {
-    /// Makes the staging ring and the fill stream; the runtime's context is current.
+    /// Makes the fill stream, the staging ring as far as the host has memory for it, and the
+    /// threads that the options ask for; the runtime's context is current.
     ///
     /// # Errors
-    /// `HostMemory`, or what the driver says; nothing is left behind then.
+    /// What the driver says; nothing is left behind then.
     pub fn new(device: Arc<Device>) -> Result<Self> {
-        let slot_bytes = device.options.page_size.bytes().min(SLOT_BYTES_MAX) as usize;
-        let count = device.options.staging_slot_count.max(1);
-        let staging = Staging::new(&device, count, slot_bytes)?;
         let stream = device.retry(|| device.driver.stream_create());
         let stream = stream.map_err(|error| device.note(error.into()))?;
-        match device.slot_of(stream) {
-            Ok(slot) => {
-                let slot = slot.expect("a stream that was created has a slot");
-                Ok(Self { device, staging, stream, slot })
-            }
+        let slot = match device.slot_of(stream) {
+            Ok(slot) => slot.expect("a stream that was created has a slot"),
             Err(error) => {
                 let _ = device.driver.stream_destroy(stream);
-                Err(device.note(error))
+                return Err(device.note(error));
             }
-        }
+        };
+        let options = &device.options;
+        let root = options.system_root.as_ref().map(SystemRoot::new).unwrap_or_default();
+        let room = Arc::new(LockedRoom::new(root, options.host_allowance));
+        let slot_bytes = options.page_size.bytes().min(SLOT_BYTES_MAX) + ALIGNMENT_MAX;
+        let count = options.staging_slot_count.max(1);
+        let threads = options.threads.unwrap_or_default();
+        let (staging, told) = make_ring(&device, &room, count, slot_bytes as usize);
+        let cache = Cache::new(Arc::clone(&device), Arc::clone(&room), slot_bytes as usize);
+        let filler = Self {
+            staging,
+            cache: Arc::new(cache),
+            stream,
+            room,
+            slot,
+            readers: Mutex::new(None),
+            growing: Arc::default(),
+            busy_at: Mutex::new(Instant::now()),
+            told: AtomicBool::new(told),
+            device,
+        };
+        filler.set_threads(threads);
+        Ok(filler)
     }
 
     /// The fill stream and its slot.
@@ -82,31 +140,57 @@ impl Filler {
         (self.stream, self.slot)
     }
 
-    /// Page-locked bytes that the filler holds.
+    /// Page-locked bytes that the filler holds, in all.
     #[must_use]
     pub fn locked_bytes(&self) -> u64 {
-        self.staging.locked_bytes()
+        let LockedBytes { ring_bytes, cache_bytes } = self.locked();
+        ring_bytes + cache_bytes
     }
 
-    /// Reads the job's bytes and enqueues their copies. Returns the ticket after which all of them
-    /// are in place. A target range without segments gives `Ticket::NONE`.
-    ///
-    /// # Errors
-    /// `Io`, `FileChanged`, those of waiting, and what the driver says. Copies enqueued before the
-    /// failure still run: the caller takes [`Filler::fence`] before it reuses the target.
-    pub fn fill(&self, job: &FillJob<'_>) -> Result<Ticket> {
-        let mut ready = Ticket::NONE;
-        let mut start = job.target.start;
-        while start < job.target.end {
-            let end = job.target.end.min(start + self.staging.slot_bytes() as u64);
-            let segments = job.bound.binding().segments_of(start..end);
-            if let (Some(first), Some(last)) = (segments.first(), segments.last()) {
-                let span = first.target.start..last.target.end;
-                ready = self.fill_span(job, span, &segments)?;
+    /// Page-locked bytes by what holds them.
+    #[must_use]
+    pub fn locked(&self) -> LockedBytes {
+        let (ring_bytes, cache_bytes) = (self.staging.locked_bytes(), self.cache.bytes());
+        LockedBytes { ring_bytes, cache_bytes }
+    }
+
+    /// Page-locked bytes that may be held now; the system is asked at most each 100 ms.
+    #[must_use]
+    pub fn allowance_bytes(&self) -> u64 {
+        self.room.allowance_bytes()
+    }
+
+    /// Starts the threads that read, or stops them after what they have begun. Without them the
+    /// caller's thread reads, and nothing is put into the cache. Not for a thread that fills.
+    pub fn set_threads(&self, threads: Threads) {
+        let mut readers = self.readers.lock();
+        let stopped = match (threads, readers.is_some()) {
+            (Threads::Off, _) => readers.take(),
+            (Threads::On, true) => None,
+            (Threads::On, false) => {
+                match Readers::start() {
+                    Ok(started) => *readers = Some(Arc::new(started)),
+                    Err(error) => log::warn!("no threads to read files with: {error}"),
+                }
+                None
             }
-            start = end;
-        }
-        Ok(ready)
+        };
+        drop(readers);
+        drop(stopped);
+    }
+
+    /// Carries out the jobs in their order: reads their bytes and enqueues their copies. `each` is
+    /// called once a job, in order and with no lock held, with the ticket after which its bytes are
+    /// in place, `Ticket::NONE` where no bytes belong there. The first error is the last call: the
+    /// jobs after it are not done.
+    ///
+    /// The errors are `Io`, `FileChanged`, those of waiting, and what the driver says. Copies
+    /// enqueued before the failure still run: the caller takes [`Filler::fence`] before it reuses
+    /// the targets.
+    pub fn fill_all(&self, jobs: &[FillJob<'_>], each: &mut dyn FnMut(usize, Result<Ticket>)) {
+        *self.busy_at.lock() = Instant::now();
+        let readers = self.readers.lock().clone();
+        Pipeline::new(self, readers, jobs).run(each);
     }
 
     /// Records a fence on the fill stream that covers everything enqueued so far.
@@ -134,66 +218,180 @@ impl Filler {
         }
     }
 
-    /// One slot's worth: every segment read to its place in the slot, then one copy. The gaps
-    /// between segments carry whatever the slot held: no tensor lies there.
-    fn fill_span(
-        &self,
-        job: &FillJob<'_>,
-        span: Range<u64>,
-        segments: &[Segment],
-    ) -> Result<Ticket> {
-        let slot = self.staging.take(&self.device)?;
-        let length = (span.end - span.start) as usize;
-        let read = trace::span(Kind::Read).device(self.device.ordinal).detail("file");
-        let read = read.bytes(segments.iter().map(|s| s.target.end - s.target.start).sum());
-        slot.with(|memory| read_segments(job.bound, segments, span.start, memory.bytes_mut()))?;
-        drop(read);
-        let copied = trace::span(Kind::Copy).device(self.device.ordinal).stream(self.stream);
-        let _copied = copied.bytes(length as u64);
-        let target = job.base.offset(span.start);
-        let copy = || slot.with(|memory| memory.copy_to_device(0..length, target, self.stream));
-        self.device.retry(copy).map_err(|error| self.device.note(error.into()))?;
-        let ticket = match self.fence() {
-            Ok(ticket) => ticket,
-            Err(error) => {
-                // The copy is enqueued and no fence covers it: only the stream's end tells when
-                // the slot is free again, or else a wait for the context.
-                if self.wait().is_err() {
-                    slot.give_back(self.device.fences.unrecorded_stamp());
+    /// Drops pages of a VBAR from the page-locked cache: it was closed, or they stay resident.
+    /// Their windows wait for other pages; [`Filler::housekeep`] gives back what nobody needs.
+    pub fn forget(&self, bar: u32, pages: Range<u32>) {
+        let parts = self.device.options.page_size.bytes() / self.part_bytes();
+        let parts = u64::from(pages.start) * parts..u64::from(pages.end) * parts;
+        self.cache.forget(bar, parts);
+    }
+
+    /// Gives page-locked memory back where it is time to: what is held above the allowance, where
+    /// the system is short of memory, and windows without use once nothing was filled for a second.
+    /// A few windows a call, each of which waits for the device and stops launches meanwhile: for a
+    /// thread that nobody waits for, and while pages stream only where it must be.
+    ///
+    /// # Errors
+    /// What the driver says when the context is entered.
+    pub fn housekeep(&self) -> Result<()> {
+        let above = self.room.excess_bytes() > 0;
+        let surplus = match above || self.room.is_short() {
+            true => Surplus::Any,
+            false if self.busy_at.lock().elapsed() < QUIET_TIME => return Ok(()),
+            false => Surplus::LongIdle,
+        };
+        let mut windows = self.cache.take_out(surplus, WINDOWS_A_CALL);
+        if above && windows.is_empty() {
+            windows = self.staging.take_out(&self.device, WINDOWS_A_CALL)?;
+        }
+        self.give_back(windows).map(drop)
+    }
+
+    /// Gives page-locked memory back until `target_bytes` are held, or what is left is in use; one
+    /// slot of the ring stays. Returns the bytes given back. Waits for the device.
+    ///
+    /// # Errors
+    /// What the driver says when the context is entered.
+    pub fn trim_host(&self, target_bytes: u64) -> Result<u64> {
+        let window_bytes = self.staging.slot_bytes() as u64;
+        let excess = self.locked_bytes().saturating_sub(target_bytes);
+        let count = excess.div_ceil(window_bytes) as usize;
+        let mut windows = self.cache.take_out(Surplus::Any, count);
+        let missing = count - windows.len();
+        windows.extend(self.staging.take_out(&self.device, missing)?);
+        self.give_back(windows)
+    }
+
+    fn give_back(&self, windows: Vec<LockedSlot>) -> Result<u64> {
+        if windows.is_empty() {
+            return Ok(0);
+        }
+        let bytes = windows.iter().map(|window| window.len() as u64).sum();
+        let scope = self.device.enter();
+        let wait = self.device.wait(WaitKind::Register);
+        // Without the context the driver refuses, and the memory is left to it.
+        drop(windows);
+        drop(wait);
+        self.room.release(bytes);
+        scope.map(|_scope| bytes)
+    }
+
+    /// Bytes of a VBAR that one slot or window holds.
+    pub(super) fn part_bytes(&self) -> u64 {
+        self.staging.slot_bytes() as u64 - ALIGNMENT_MAX
+    }
+
+    pub(super) fn key(&self, bar: u32, start: u64) -> Key {
+        Key { bar, part: start / self.part_bytes() }
+    }
+
+    /// The way that a model's files are read.
+    pub(super) fn reading(&self, bound: &Bound) -> Reading {
+        let prefer = bound.prefer().unwrap_or(self.device.options.prefer);
+        Reading::of(prefer, || bound.file_bytes() <= self.room.allowance_bytes())
+    }
+
+    /// Memory was not locked: told once a runtime.
+    pub(super) fn tell(&self, error: &Error) {
+        if !self.told.swap(true, Relaxed) {
+            tell_slower(error);
+        }
+    }
+
+    /// Has one more slot made, on a thread that reads, if the ring is short of them.
+    pub(super) fn grow(&self, readers: &Readers) {
+        let bytes = self.staging.slot_bytes();
+        if self.staging.slot_count() >= RING_SLOTS_MAX || self.growing.swap(true, Relaxed) {
+            return;
+        }
+        if self.room.is_short() || !self.room.try_hold(bytes as u64) {
+            self.growing.store(false, Relaxed);
+            return;
+        }
+        let (device, room) = (Arc::clone(&self.device), Arc::clone(&self.room));
+        let (staging, growing) = (self.staging.clone(), Arc::clone(&self.growing));
+        let make = move || {
+            let made = locked::map_window(&device.driver, bytes)
+                .and_then(|slot| register(&device, || slot.register()).map(|()| slot));
+            match made {
+                Ok(slot) => {
+                    staging.add(slot);
+                    growing.store(false, Relaxed);
                 }
-                return Err(error);
+                // The ring stays as it is.
+                Err(_) => room.release(bytes as u64),
             }
         };
-        slot.give_back(ticket);
-        counters::add(&self.device.counters.bytes_filled, length as u64);
-        Ok(ticket)
+        readers.submit([Box::new(make) as Box<_>]);
     }
 }
 
-fn read_segments(bound: &Bound, segments: &[Segment], start: u64, slot: &mut [u8]) -> Result<()> {
-    for segment in segments {
-        let range = (segment.target.start - start) as usize..(segment.target.end - start) as usize;
-        match segment.encoding {
-            Encoding::Raw => {
-                bound.file(segment.file).read_exact_at(segment.source_offset, &mut slot[range])?;
+/// Registers memory on a thread of the library's own.
+pub(super) fn register(
+    device: &Device,
+    register: impl Fn() -> crate::driver::DriverResult<()>,
+) -> Result<()> {
+    let _work = process::work().ok_or_else(|| {
+        Error::new(crate::error::ErrorCode::ProcessEnding, "the process is ending")
+    })?;
+    let _scope = device.enter()?;
+    let _wait = device.wait(WaitKind::Register);
+    device.retry(register).map_err(|error| device.note(error.into()))
+}
+
+/// The ring, as large as the host has memory for; and whether that it has none was told.
+fn make_ring(
+    device: &Device,
+    room: &LockedRoom,
+    count: usize,
+    slot_bytes: usize,
+) -> (Staging, bool) {
+    let count = room.hold_some(count, slot_bytes as u64);
+    if count == 0 {
+        let error = Error::new(
+            crate::error::ErrorCode::HostMemory,
+            "the allowance of page-locked memory has no room for one slot",
+        );
+        tell_slower(&error);
+        return (Staging::empty(slot_bytes), true);
+    }
+    // Apart, so that each can go by itself when the host runs short of memory.
+    let mut slots = Vec::with_capacity(count);
+    let mut told = false;
+    while slots.len() < count && !told {
+        match locked::allocate(&device.driver, 1, slot_bytes) {
+            Ok(slot) => slots.extend(slot),
+            Err(error) => {
+                tell_slower(&error);
+                told = true;
             }
         }
     }
-    // After the reads: bytes of a file that changed meanwhile must not count as the model's.
-    let mut files: Vec<usize> = segments.iter().map(|segment| segment.file).collect();
-    files.dedup();
-    files.into_iter().try_for_each(|file| bound.file(file).check_unchanged())
+    room.release(((count - slots.len()) * slot_bytes) as u64);
+    (Staging::of(slots, slot_bytes), told)
+}
+
+fn tell_slower(error: &Error) {
+    log::warn!("{error}; copies to the device are slower without");
 }
 
 impl Drop for Filler {
     fn drop(&mut self) {
-        if process::ending() || self.device.is_lost() {
+        if process::ending() {
+            return;
+        }
+        // The threads first: what they read may be in the ring or in windows.
+        self.set_threads(Threads::Off);
+        if self.device.is_lost() {
+            std::mem::forget(self.cache.take_out(Surplus::All, usize::MAX));
             return;
         }
         // Whoever closes has waited for the context: this ends at once.
-        let end = || -> Result<()> {
+        let mut end = || -> Result<()> {
             let _scope = self.device.enter()?;
             self.device.driver.stream_synchronize(self.stream)?;
+            drop(self.cache.take_out(Surplus::All, usize::MAX));
+            drop(std::mem::replace(&mut self.staging, Staging::empty(0)));
             self.device.driver.stream_destroy(self.stream).map_err(Error::from)
         };
         if let Err(error) = end() {

@@ -1,6 +1,10 @@
 //! Bytes on their way from files to frames.
 
+mod cache;
 pub mod engine;
 pub mod fill;
+mod pipeline;
+pub mod readers;
 pub mod ring;
+mod span;
 pub mod staging;

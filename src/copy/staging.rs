@@ -3,26 +3,34 @@
 //! A thread takes a slot, fills it, enqueues its copy, records a fence and gives the slot back with
 //! the fence's ticket; the next taker waits for that ticket. No lock is held while it waits.
 
+use std::sync::Arc;
+
 use crate::copy::ring::Ring;
 use crate::error::Result;
 use crate::host::locked::{self, LockedSlot};
 use crate::outcome::WaitKind;
 use crate::sync::device::Device;
+use crate::sync::fence::Cover;
 use crate::sync::ticket::Ticket;
-use crate::sync::{Condvar, Mutex};
+use crate::sync::{AtomicU64, Condvar, Mutex, Relaxed};
 
-/// See the module's text.
+/// See the module's text. A clone is the same ring.
+#[derive(Clone)]
 pub struct Staging {
-    slots: Box<[Mutex<LockedSlot>]>,
+    shared: Arc<Shared>,
     slot_bytes: usize,
-    ring: Mutex<Ring>,
+}
+
+struct Shared {
+    ring: Mutex<Ring<LockedSlot>>,
     returned: Condvar,
+    slot_count: AtomicU64,
 }
 
 /// A slot in use by one thread; given back on drop.
-pub struct StagingSlot<'a> {
-    staging: &'a Staging,
-    index: usize,
+pub struct StagingSlot {
+    shared: Arc<Shared>,
+    slot: Option<LockedSlot>,
     ticket: Ticket,
 }
 
@@ -33,12 +41,52 @@ impl Staging {
     /// `HostMemory`.
     pub fn new(device: &Device, count: usize, slot_bytes: usize) -> Result<Self> {
         let slots = locked::allocate(&device.driver, count, slot_bytes)?;
-        Ok(Self {
-            slots: slots.into_iter().map(Mutex::new).collect(),
-            slot_bytes,
-            ring: Mutex::new(Ring::new(count)),
-            returned: Condvar::new(),
-        })
+        Ok(Self::of(slots, slot_bytes))
+    }
+
+    /// A ring of no slots, for memory that cannot be locked: nothing can be taken from it.
+    #[must_use]
+    pub fn empty(slot_bytes: usize) -> Self {
+        Self::of(Vec::new(), slot_bytes)
+    }
+
+    /// A ring of slots of `slot_bytes` that there are already.
+    #[must_use]
+    pub fn of(slots: Vec<LockedSlot>, slot_bytes: usize) -> Self {
+        let slot_count = AtomicU64::new(slots.len() as u64);
+        let (ring, returned) = (Mutex::new(Ring::new(slots)), Condvar::new());
+        Self { shared: Arc::new(Shared { ring, returned, slot_count }), slot_bytes }
+    }
+
+    /// One more slot.
+    pub fn add(&self, slot: LockedSlot) {
+        debug_assert_eq!(slot.len(), self.slot_bytes);
+        self.shared.slot_count.fetch_add(1, Relaxed);
+        self.shared.give_back(slot, Ticket::NONE);
+    }
+
+    /// Takes slots out for good whose last copies are done, as many as told at most, so that one
+    /// is left: whoever waits for a slot gets it.
+    ///
+    /// # Errors
+    /// What the driver says.
+    pub fn take_out(&self, device: &Device, at_most: usize) -> Result<Vec<LockedSlot>> {
+        let mut taken = Vec::new();
+        while taken.len() < at_most && self.slot_count() > 1 {
+            let Some(mut slot) = self.try_take(device)? else { break };
+            let spare = |count: u64| (count > 1).then(|| count - 1);
+            if self.shared.slot_count.fetch_update(Relaxed, Relaxed, spare).is_err() {
+                break;
+            }
+            taken.extend(slot.slot.take());
+        }
+        Ok(taken)
+    }
+
+    /// Slots in all.
+    #[must_use]
+    pub fn slot_count(&self) -> u64 {
+        self.shared.slot_count.load(Relaxed)
     }
 
     /// Bytes of one slot.
@@ -50,24 +98,46 @@ impl Staging {
     /// Page-locked bytes in all.
     #[must_use]
     pub fn locked_bytes(&self) -> u64 {
-        (self.slots.len() * self.slot_bytes) as u64
+        self.slot_count() * self.slot_bytes as u64
     }
 
     /// Takes a slot whose last copy is done, waiting for one if need be.
     ///
     /// # Errors
     /// Those of waiting: `TimedOut`, `Cancelled`, what the driver says.
-    pub fn take(&self, device: &Device) -> Result<StagingSlot<'_>> {
-        let (index, ticket) = self.take_any(device)?;
+    pub fn take(&self, device: &Device) -> Result<StagingSlot> {
+        let (slot, ticket) = self.take_any(device)?;
         // From here on a failure gives the slot back, its ticket unchanged.
-        let mut slot = StagingSlot { staging: self, index, ticket };
+        let mut slot = self.lease(slot, ticket);
         device.wait_passed(&[ticket], WaitKind::Staging)?;
         slot.ticket = Ticket::NONE;
         Ok(slot)
     }
 
-    fn take_any(&self, device: &Device) -> Result<(usize, Ticket)> {
-        let idle = self.ring.lock().take();
+    /// Takes a slot if there is one whose last copy is done.
+    ///
+    /// # Errors
+    /// What the driver says.
+    pub fn try_take(&self, device: &Device) -> Result<Option<StagingSlot>> {
+        let Some(next) = self.shared.ring.lock().next() else { return Ok(None) };
+        let cover = device.fences.cover(next).map_err(|error| device.note(error))?;
+        if cover != Cover::Passed {
+            return Ok(None);
+        }
+        let taken = {
+            let mut ring = self.shared.ring.lock();
+            // Another thread may have been quicker.
+            if ring.next() == Some(next) { ring.take() } else { None }
+        };
+        Ok(taken.map(|(slot, _)| self.lease(slot, Ticket::NONE)))
+    }
+
+    fn lease(&self, slot: LockedSlot, ticket: Ticket) -> StagingSlot {
+        StagingSlot { shared: Arc::clone(&self.shared), slot: Some(slot), ticket }
+    }
+
+    fn take_any(&self, device: &Device) -> Result<(LockedSlot, Ticket)> {
+        let idle = self.shared.ring.lock().take();
         if let Some(taken) = idle {
             return Ok(taken);
         }
@@ -75,11 +145,11 @@ impl Staging {
         loop {
             // Asked with the ring free: the answer may come from the program's own code.
             let patience = wait.check()?;
-            let mut ring = self.ring.lock();
+            let mut ring = self.shared.ring.lock();
             if let Some(taken) = ring.take() {
                 return Ok(taken);
             }
-            self.returned.wait_for(&mut ring, patience);
+            self.shared.returned.wait_for(&mut ring, patience);
             if let Some(taken) = ring.take() {
                 return Ok(taken);
             }
@@ -87,10 +157,17 @@ impl Staging {
     }
 }
 
-impl StagingSlot<'_> {
-    /// Works on the slot's memory. The slot is this thread's, so the lock is free.
-    pub fn with<T>(&self, work: impl FnOnce(&mut LockedSlot) -> T) -> T {
-        work(&mut self.staging.slots[self.index].lock())
+impl Shared {
+    fn give_back(&self, slot: LockedSlot, ticket: Ticket) {
+        self.ring.lock().give_back(slot, ticket);
+        self.returned.notify_one();
+    }
+}
+
+impl StagingSlot {
+    /// The slot's memory.
+    pub fn memory(&mut self) -> &mut LockedSlot {
+        self.slot.as_mut().expect("the slot goes back when this is dropped")
     }
 
     /// Gives the slot back; the next taker waits for `ticket`.
@@ -99,9 +176,10 @@ impl StagingSlot<'_> {
     }
 }
 
-impl Drop for StagingSlot<'_> {
+impl Drop for StagingSlot {
     fn drop(&mut self) {
-        self.staging.ring.lock().give_back(self.index, self.ticket);
-        self.staging.returned.notify_one();
+        if let Some(slot) = self.slot.take() {
+            self.shared.give_back(slot, self.ticket);
+        }
     }
 }

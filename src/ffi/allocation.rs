@@ -12,7 +12,7 @@ use super::token::{Bytes, Reserved, Source};
 use super::value::{Out, Plain};
 use crate::error::Result;
 use crate::runtime::{Allocation, AllocationFault};
-use crate::slots::{Handles, Ref, Spread};
+use crate::slots::{Handles, Ref, Spread, thread};
 use crate::sync::Mutex;
 use crate::units::Stream;
 
@@ -48,8 +48,9 @@ pub unsafe extern "C" fn vbar_bar_allocate(
     call(|| {
         let out = Out::new(allocation)?;
         let entry = bar::find(bar)?;
-        let made = AllocationEntry { allocation: entry.vbar.allocate(bytes)? };
-        let id = ALLOCATIONS.insert(made).map_err(|_| device::too_many("allocations"))?;
+        // Before the bytes, which nobody gets back.
+        let place = ALLOCATIONS.reserve().ok_or_else(|| device::too_many("allocations"))?;
+        let id = place.fill(AllocationEntry { allocation: entry.vbar.allocate(bytes)? });
         entry.allocations.lock().push(id);
         if bar::find(bar).is_err() {
             // Closed meanwhile, perhaps before the id was listed.
@@ -64,9 +65,7 @@ pub unsafe extern "C" fn vbar_bar_allocate(
 /// Ends the ids of a closed VBAR's allocations.
 pub(super) fn forget_allocations(allocations: &Mutex<Vec<u64>>) {
     let ids = std::mem::take(&mut *allocations.lock());
-    for id in ids {
-        ALLOCATIONS.close(id);
-    }
+    ALLOCATIONS.close_all(&ids);
 }
 
 fn find(allocation: VbarAllocation) -> Result<Ref<AllocationEntry>> {
@@ -133,7 +132,7 @@ fn fault_allocation(
 ) -> Result<()> {
     let out = Out::new(fault)?;
     let entry = find(allocation)?;
-    let reserved = Reserved::take()?;
+    let reserved = thread::with(Reserved::take)?;
     let (told, hold, bytes) = match serve(&entry.allocation)? {
         AllocationFault::Resident(guard) => {
             (VbarFault::of(&guard, VbarOutcome::Resident), guard.into_hold(), Bytes::Valid)

@@ -18,6 +18,7 @@ use crate::memory::page_table::PageState;
 use crate::memory::pager::{Freed, HeldPins, Residency, Shortfall};
 use crate::model::binding::Binding;
 use crate::runtime::Vbar;
+use crate::slots::thread::{self, Thread};
 use crate::slots::{Handles, Ref, Spread};
 use crate::sync::Mutex;
 use crate::units::Stream;
@@ -199,9 +200,17 @@ static BARS: Handles<BarEntry> = Handles::new(tag::BAR, Spread::Threads);
 ///
 /// # Errors
 /// `StaleHandle`.
-#[inline]
 pub(super) fn find(bar: VbarBar) -> Result<Ref<BarEntry>> {
-    BARS.get(bar.id).ok_or_else(|| stale("VBAR", bar.id))
+    thread::with(|thread| find_on(thread, bar))
+}
+
+/// As [`find`], for who has looked up the calling thread already.
+///
+/// # Errors
+/// As there.
+#[inline(always)]
+pub(super) fn find_on(thread: &Thread, bar: VbarBar) -> Result<Ref<BarEntry>> {
+    BARS.get_on(thread, bar.id).ok_or_else(|| stale("VBAR", bar.id))
 }
 
 /// Gives a VBAR an id.
@@ -223,7 +232,7 @@ pub(super) fn close(bar: VbarBar, owner: Owner) -> Result<Vbar> {
     if entry.owner != owner {
         return Err(invalid("the VBAR belongs to a model: close the model"));
     }
-    if !BARS.close(bar.id) {
+    if !entry.close() {
         return Err(stale("VBAR", bar.id));
     }
     allocation::forget_allocations(&entry.allocations);

@@ -47,6 +47,15 @@ fn failed(error: &Error) -> VbarStatus {
     VbarStatus::from(error.code())
 }
 
+/// Does something that may run exports; the thread's message stays as it was.
+pub(super) fn keeping_message(work: impl FnOnce()) {
+    let kept = MESSAGE.try_with(RefCell::take);
+    work();
+    if let Ok(kept) = kept {
+        let _ = MESSAGE.try_with(|message| message.replace(kept));
+    }
+}
+
 pub(super) fn last_message() -> *const c_char {
     MESSAGE.try_with(|message| message.borrow().as_ptr()).unwrap_or(c"".as_ptr())
 }

@@ -47,15 +47,19 @@ pub enum VbarEviction {
     Strict = 1,
 }
 
-/// Whether the library may have a thread of its own.
+/// Whether the library may have threads of its own. None is what C gets unless it asks.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[repr(u32)]
 pub enum VbarThreads {
     /// None, or what the device has where it is open already.
     Default = 0,
-    /// One that notices what other programs take from the device, also between calls.
+    /// "vbar pressure", which notices what other programs take from the device between calls too,
+    /// and "vbar engine", which learns the order of faults of bound VBARs that exceed the budget,
+    /// decides which of their pages stay, and fetches the others before they are asked for; and
+    /// some that read files for them. A fault that comes first helps itself.
     On = 1,
-    /// None: that is noticed at the next miss. Ends the one of a device that is open.
+    /// None: pressure is noticed at the next miss, and every miss waits for its own bytes. Ends
+    /// those of a device that is open.
     Off = 2,
 }
 
@@ -418,13 +422,13 @@ pub unsafe extern "C" fn vbar_device_trim(
 /// # Safety
 /// `freed_bytes` is NULL or can be written to.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn vbar_device_trim_host(
+pub unsafe extern "C" fn vbar_device_trim_host_frames(
     device: VbarDevice,
     freed_bytes: *mut u64,
 ) -> VbarStatus {
     call(|| {
         let out = Out::new(freed_bytes)?;
-        out.write(find(device)?.runtime.trim_host()?);
+        out.write(find(device)?.runtime.trim_host_frames()?);
         Ok(())
     })
 }

@@ -17,6 +17,7 @@ use super::status::VbarStatus;
 use super::token::{self, VbarToken};
 use super::value::{Growing, Out, Plain, read_array, read_growing};
 use crate::error::{Error, ErrorCode, Result};
+use crate::slots::thread;
 use crate::sync::{Acquire, Release};
 use crate::units::Stream;
 
@@ -97,10 +98,10 @@ struct Tensor {
 }
 
 #[repr(C)]
-struct Managed {
+struct ManagedUnversioned {
     tensor: Tensor,
     context: *mut c_void,
-    deleter: unsafe extern "C" fn(*mut Managed),
+    deleter: unsafe extern "C" fn(*mut ManagedUnversioned),
 }
 
 #[repr(C)]
@@ -112,19 +113,26 @@ struct ManagedVersioned {
     tensor: Tensor,
 }
 
+/// What the consumer owes.
+struct Pins {
+    /// Known to nobody else.
+    token: VbarToken,
+    stream: VbarStream,
+}
+
 /// What a consumer has, and what is given back when it is done. The consumer sees its first field.
 #[repr(C)]
 struct Export<M> {
     managed: M,
-    token: VbarToken,
-    stream: VbarStream,
+    pins: Pins,
     shape: Vec<i64>,
     strides: Vec<i64>,
 }
 
 /// Hands a token to a consumer of DLPack, as a `DLManagedTensorVersioned` or a `DLManagedTensor` of
-/// device type `kDLCUDA` at `managed`. The token is the consumer's from then on: its deleter, which
-/// any thread may call, gives the pins back. `stream` is the one that was faulted for, on which the
+/// device type `kDLCUDA` at `managed`. The pins are the consumer's from then on: its deleter, which
+/// any thread may call, gives them back, and the token is stale: each export takes a fault of its
+/// own. `stream` is the one that was faulted for, on which the
 /// consumer works. One of CUDA's own (0 to 2) is taken for granted then; of another nobody promises
 /// that it lives so long, so it is not touched, and the bytes stay until its work is known to be
 /// done. On failure the token stays the caller's. Statuses: the common ones, `UNSUPPORTED` for the
@@ -151,10 +159,12 @@ pub unsafe extern "C" fn vbar_dlpack_export(
         let flags = choice("access", told.access, [FLAG_READ_ONLY, 0])?;
         let layout = Layout::of(&told)?;
         let device_id = token::look(token, |held| check_place(held, &told, layout.bytes))??;
-        out.write(match form {
-            VbarDlpackForm::Versioned => versioned(token, stream, layout, device_id, flags),
-            VbarDlpackForm::Unversioned => unversioned(token, stream, layout, device_id),
-        });
+        let pins = Pins { token: token::renew(token)?, stream };
+        let give = match form {
+            VbarDlpackForm::Versioned => Export::<ManagedVersioned>::give,
+            VbarDlpackForm::Unversioned => Export::<ManagedUnversioned>::give,
+        };
+        out.write(give(pins, layout, device_id, flags));
         Ok(())
     })
 }
@@ -269,58 +279,55 @@ fn check_place(held: &token::Held, told: &VbarDlpackTensor, bytes: u64) -> Resul
     i32::try_from(held.runtime().ordinal().0).map_err(|_| invalid("the ordinal does not fit"))
 }
 
-fn versioned(
-    token: VbarToken,
-    stream: VbarStream,
-    layout: Layout,
-    device_id: i32,
-    flags: u64,
-) -> *mut c_void {
-    let tensor = layout.tensor(device_id);
-    let Layout { shape, strides, .. } = layout;
-    let (version, context, deleter) = (VERSION, std::ptr::null_mut(), delete_versioned as _);
-    let managed = ManagedVersioned { version, context, deleter, flags, tensor };
-    let export = Box::into_raw(Box::new(Export { managed, token, stream, shape, strides }));
-    // SAFETY: just made, and nobody else's yet.
-    unsafe { (*export).managed.context = export.cast() };
-    export.cast()
+/// One of DLPack's two structs.
+trait Managed: Sized {
+    /// With no context yet.
+    fn new(tensor: Tensor, flags: u64) -> Self;
+
+    fn context(&mut self) -> &mut *mut c_void;
 }
 
-fn unversioned(
-    token: VbarToken,
-    stream: VbarStream,
-    layout: Layout,
-    device_id: i32,
-) -> *mut c_void {
-    let tensor = layout.tensor(device_id);
-    let Layout { shape, strides, .. } = layout;
-    let managed = Managed { tensor, context: std::ptr::null_mut(), deleter: delete_unversioned };
-    let export = Box::into_raw(Box::new(Export { managed, token, stream, shape, strides }));
-    // SAFETY: just made, and nobody else's yet.
-    unsafe { (*export).managed.context = export.cast() };
-    export.cast()
+impl Managed for ManagedVersioned {
+    fn new(tensor: Tensor, flags: u64) -> Self {
+        let context = std::ptr::null_mut();
+        Self { version: VERSION, context, deleter: delete::<Self>, flags, tensor }
+    }
+
+    fn context(&mut self) -> &mut *mut c_void {
+        &mut self.context
+    }
 }
 
-unsafe extern "C" fn delete_versioned(managed: *mut ManagedVersioned) {
+impl Managed for ManagedUnversioned {
+    fn new(tensor: Tensor, _flags: u64) -> Self {
+        Self { tensor, context: std::ptr::null_mut(), deleter: delete::<Self> }
+    }
+
+    fn context(&mut self) -> &mut *mut c_void {
+        &mut self.context
+    }
+}
+
+impl<M: Managed> Export<M> {
+    fn give(pins: Pins, layout: Layout, device_id: i32, flags: u64) -> *mut c_void {
+        let managed = M::new(layout.tensor(device_id), flags);
+        let Layout { shape, strides, .. } = layout;
+        let export = Box::into_raw(Box::new(Self { managed, pins, shape, strides }));
+        // SAFETY: just made, and nobody else's yet.
+        unsafe { *(*export).managed.context() = export.cast() };
+        export.cast()
+    }
+}
+
+unsafe extern "C" fn delete<M: Managed>(managed: *mut M) {
     if managed.is_null() {
         return;
     }
-    // SAFETY: what `versioned` made, or the consumer's copy of it.
-    let context = unsafe { (*managed).context };
-    // SAFETY: the context is the box that `versioned` made; the consumer gives it back once.
-    let export = unsafe { Box::from_raw(context.cast::<Export<ManagedVersioned>>()) };
-    give_back(export.token, export.stream);
-}
-
-unsafe extern "C" fn delete_unversioned(managed: *mut Managed) {
-    if managed.is_null() {
-        return;
-    }
-    // SAFETY: what `unversioned` made, or the consumer's copy of it.
-    let context = unsafe { (*managed).context };
-    // SAFETY: the context is the box that `unversioned` made; the consumer gives it back once.
-    let export = unsafe { Box::from_raw(context.cast::<Export<Managed>>()) };
-    give_back(export.token, export.stream);
+    // SAFETY: what `Export::give` made, or the consumer's copy of it.
+    let context = unsafe { *(*managed).context() };
+    // SAFETY: the context is the box that was made with it; the consumer gives it back once.
+    let export = unsafe { Box::from_raw(context.cast::<Export<M>>()) };
+    give_back(export.pins.token, export.pins.stream);
 }
 
 /// Gives the pins back. A stream that a consumer made may be gone by now, and a driver call on a
@@ -328,7 +335,7 @@ unsafe extern "C" fn delete_unversioned(managed: *mut Managed) {
 fn give_back(token: VbarToken, stream: VbarStream) {
     let stream = if Stream(stream).is_implicit() { Stream(stream) } else { Stream::NONE };
     call(|| {
-        let given_back = token::give_back(token, stream);
+        let given_back = thread::with(|thread| token::give_back(thread, token, stream));
         match &given_back {
             Ok(()) => {}
             // A forced end of run took the pins before.
@@ -378,11 +385,11 @@ pub unsafe extern "C" fn vbar_dlpack_set_capsule_functions(
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn vbar_dlpack_capsule_destructor(capsule: *mut c_void) {
     if let Some(managed) = capsule_pointer(capsule, CAPSULE_VERSIONED) {
-        // SAFETY: a capsule of this name that was not consumed holds what `versioned` made.
-        unsafe { delete_versioned(managed.cast()) };
+        // SAFETY: a capsule of this name that was not consumed holds what was exported for it.
+        unsafe { delete::<ManagedVersioned>(managed.cast()) };
     } else if let Some(managed) = capsule_pointer(capsule, CAPSULE) {
-        // SAFETY: likewise `unversioned`.
-        unsafe { delete_unversioned(managed.cast()) };
+        // SAFETY: as above.
+        unsafe { delete::<ManagedUnversioned>(managed.cast()) };
     }
 }
 

@@ -16,6 +16,7 @@ use crate::memory::pager::{Faulted, Hold};
 use crate::outcome::{Reason, Refusal};
 use crate::runtime::{Fault, Guard, Runtime};
 use crate::slots::Ref;
+use crate::slots::thread::{self, Thread};
 use crate::units::{Generation, Stream};
 
 /// What a fault came to; none of them is an error.
@@ -166,18 +167,30 @@ pub unsafe extern "C" fn vbar_bar_fault(
     fault: *mut VbarFault,
 ) -> VbarStatus {
     call(|| {
-        let out = Out::new(fault)?;
-        let entry = bar::find(bar)?;
-        let range = byte_range(bar_offset, bytes)?;
-        let reserved = Reserved::take()?;
-        let Some(hit) = entry.vbar.hit(&range, Stream(stream))? else {
-            return fault_otherwise(entry, &range, Stream(stream), reserved, &out);
-        };
-        let address = entry.vbar.base().0 + bar_offset;
-        let token = reserved.hand_out_hit(entry, hit);
-        out.write(VbarFault { token, ..VbarFault::resident(address, bytes, hit.generation) });
-        Ok(())
+        thread::with(|thread| fault_bytes(thread, bar, bar_offset, bytes, Stream(stream), fault))
     })
+}
+
+#[inline(always)]
+fn fault_bytes(
+    thread: &Thread,
+    bar: VbarBar,
+    bar_offset: u64,
+    bytes: u64,
+    stream: Stream,
+    fault: *mut VbarFault,
+) -> Result<()> {
+    let out = Out::new(fault)?;
+    let entry = bar::find_on(thread, bar)?;
+    let range = byte_range(bar_offset, bytes)?;
+    let reserved = Reserved::take(thread)?;
+    let Some(hit) = entry.vbar.hit(thread, &range, stream)? else {
+        return fault_otherwise(entry, &range, stream, reserved, &out);
+    };
+    let address = entry.vbar.base().0 + bar_offset;
+    let token = reserved.hand_out_hit(entry, hit);
+    out.write(VbarFault { token, ..VbarFault::resident(address, bytes, hit.generation) });
+    Ok(())
 }
 
 /// What is no plain hit.
@@ -230,7 +243,7 @@ pub unsafe extern "C" fn vbar_device_fault_many(
             ranges.iter().map(|range| bar::find(range.bar)).collect::<Result<_>>()?;
         let mut reserved = Vec::with_capacity(count);
         for _ in ranges {
-            reserved.push(Reserved::take()?);
+            reserved.push(thread::with(Reserved::take)?);
         }
         let runtime = &device::find(device)?.runtime;
         let told = match fault_ranges(runtime, &entries, ranges, Stream(stream))? {

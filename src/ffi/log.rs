@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 
 use ::log::{Level, LevelFilter, Log, Metadata, Record};
 
-use super::call::{call, invalid};
+use super::call::{call, invalid, keeping_message};
 use super::status::VbarStatus;
 use super::value::{Out, OutArray, Plain};
 use crate::error::{Error, ErrorCode, Result};
@@ -39,7 +39,8 @@ pub enum VbarLogLevel {
 
 /// Takes one message: its level (a `VbarLogLevel`), a C string that lives during the call, and the
 /// pointer given with the callback. Called by whichever thread is about to leave a call of the
-/// library, one at a time, with no lock held. It must not throw or jump out.
+/// library, one at a time, with no lock held. What it calls leaves that call's status and message
+/// as they are. It must not throw or jump out.
 pub type VbarLogCallback =
     Option<unsafe extern "C" fn(level: u32, message: *const c_char, user: *mut c_void)>;
 
@@ -88,11 +89,7 @@ struct Logger {
     delivering: AtomicBool,
 }
 
-static LOGGER: Logger = Logger {
-    queue: Mutex::new(None),
-    pending: AtomicBool::new(false),
-    delivering: AtomicBool::new(false),
-};
+static LOGGER: Logger = Logger::new();
 
 thread_local!(static DELIVERS: Cell<bool> = const { Cell::new(false) });
 
@@ -201,12 +198,30 @@ pub(super) fn deliver() {
 }
 
 impl Logger {
+    const fn new() -> Self {
+        let (pending, delivering) = (AtomicBool::new(false), AtomicBool::new(false));
+        Self { queue: Mutex::new(None), pending, delivering }
+    }
+
     #[cold]
     fn deliver(&self) {
-        if self.delivering.swap(true, AcqRel) {
-            return;
+        // What is queued between the last look and the end of the delivery is left to it by who
+        // queued it, so it looks again.
+        while self.pending.load(Relaxed) && !crate::process::ending() {
+            // Exchanged at both ends: who finds a delivery under way is seen by its end, and what
+            // was queued before with it.
+            if self.delivering.swap(true, AcqRel) {
+                return;
+            }
+            DELIVERS.set(true);
+            // The caller asks for the message of its own call, not of a callback's.
+            keeping_message(|| self.deliver_queued());
+            DELIVERS.set(false);
+            self.delivering.swap(false, AcqRel);
         }
-        DELIVERS.set(true);
+    }
+
+    fn deliver_queued(&self) {
         // A callback may fork.
         while !crate::process::ending()
             && let Some((callback, level, text)) = self.next_delivery()
@@ -215,8 +230,6 @@ impl Logger {
             // SAFETY: whoever set the callback promised that any thread may call it so.
             unsafe { (callback.function)(level, text.as_ptr(), callback.user) };
         }
-        DELIVERS.set(false);
-        self.delivering.store(false, Release);
     }
 
     /// Under one lock, so that a message that comes meanwhile is seen by this delivery or the next.
@@ -289,6 +302,44 @@ impl Log for Logger {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::sync::atomic::{AtomicU32, AtomicUsize};
+
+    /// Two threads queue and deliver at almost the same time, each a little before the other in
+    /// turn. That one queues as the other ends its delivery is rare all the same.
+    #[test]
+    fn no_message_waits_for_the_next_call() {
+        const ROUNDS: u32 = 20_000;
+        static LOGGER: Logger = Logger::new();
+        static ARRIVED: AtomicU32 = AtomicU32::new(0);
+        static LEFT: AtomicUsize = AtomicUsize::new(0);
+        unsafe extern "C" fn nothing(_: u32, _: *const c_char, _: *mut c_void) {}
+        fn meet(times: u32) {
+            ARRIVED.fetch_add(1, AcqRel);
+            while ARRIVED.load(Ordering::Acquire) < 2 * times {
+                std::thread::yield_now();
+            }
+        }
+        fn say(late: impl Fn(u32) -> u32) {
+            for round in 0..ROUNDS {
+                let text = format_args!("one");
+                let record = Record::builder().args(text).target("vbar").line(Some(round)).build();
+                meet(2 * round + 1);
+                (0..late(round)).for_each(|_| std::hint::spin_loop());
+                LOGGER.log(&record);
+                LOGGER.deliver();
+                meet(2 * round + 2);
+                let left = LOGGER.queue.lock().as_ref().map_or(0, |queue| queue.messages.len());
+                LEFT.fetch_add(left, Relaxed);
+            }
+        }
+        let callback = Callback { function: nothing, user: std::ptr::null_mut() };
+        LOGGER.queue.lock().get_or_insert_default().callback = Some(callback);
+        std::thread::scope(|scope| {
+            scope.spawn(|| say(|round| round % 101));
+            scope.spawn(|| say(|round| round % 103));
+        });
+        assert_eq!(LEFT.load(Relaxed), 0);
+    }
 
     #[test]
     fn a_place_that_says_too_much_is_left_out_and_counted() {

@@ -9,9 +9,10 @@
 //! call     the boundary: panics, statuses, messages       value    structs, texts, pointers
 //! device -> bar -> allocation -> fault -> token           status   numbers and their texts
 //!        -> model          -> dlpack  log   messages        sim      the simulated device
-//!                                    wait  time-outs, cancelling
+//!        -> ahead  hints and wishes      wait     time-outs, cancelling
 //! ```
 
+pub mod ahead;
 pub mod allocation;
 pub mod bar;
 mod call;

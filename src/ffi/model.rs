@@ -20,7 +20,7 @@ use crate::host::safetensors::Dtype;
 use crate::host::source::ModelFile;
 use crate::names::quoted;
 use crate::runtime::{Fault, ModelBar};
-use crate::slots::{Handles, Ref, Spread};
+use crate::slots::{Handles, Ref, Spread, thread};
 use crate::units::Stream;
 
 /// A safetensors model, bound to a VBAR of its own. 0 is none; ids are never used again.
@@ -162,7 +162,7 @@ pub(super) struct ModelEntry {
 
 static MODELS: Handles<ModelEntry> = Handles::new(tag::MODEL, Spread::Threads);
 
-fn find(model: VbarModel) -> Result<Ref<ModelEntry>> {
+pub(super) fn find(model: VbarModel) -> Result<Ref<ModelEntry>> {
     MODELS.get(model.id).ok_or_else(|| stale("model", model.id))
 }
 
@@ -234,11 +234,11 @@ fn enter(bar: ModelBar) -> Result<VbarModel> {
 #[unsafe(no_mangle)]
 pub extern "C" fn vbar_model_close(model: VbarModel) -> VbarStatus {
     call(|| {
-        let bar = find(model)?.bar_id;
-        if !MODELS.close(model.id) {
+        let entry = find(model)?;
+        if !entry.close() {
             return Err(stale("model", model.id));
         }
-        bar::close(bar, Owner::Model).map(|_| ())
+        bar::close(entry.bar_id, Owner::Model).map(|_| ())
     })
 }
 
@@ -367,7 +367,7 @@ pub unsafe extern "C" fn vbar_model_fault(
         let out = Out::new(fault)?;
         let entry = find(model)?;
         let (number, _) = entry.tensor(index)?;
-        let reserved = Reserved::take()?;
+        let reserved = thread::with(Reserved::take)?;
         let (told, hold) = match entry.bar.fault(number, Stream(stream))? {
             Fault::Resident(guard) => fault::told_and_hold(guard),
             Fault::HostMapped(guard) => {
@@ -386,7 +386,7 @@ pub unsafe extern "C" fn vbar_model_fault(
 }
 
 impl ModelEntry {
-    fn tensor(&self, index: u64) -> Result<(usize, &ModelTensor)> {
+    pub(super) fn tensor(&self, index: u64) -> Result<(usize, &ModelTensor)> {
         let tensors = self.bar.model().tensors();
         let number = usize::try_from(index).unwrap_or(usize::MAX);
         let tensor = tensors.get(number).ok_or_else(|| {

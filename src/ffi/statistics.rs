@@ -33,7 +33,7 @@ pub enum VbarWaitKind {
     Claim = 0,
     /// A page-locked slot whose last copy is not done.
     Staging = 1,
-    /// A victim's fences, where aliasing is off.
+    /// A frame: a victim's fences where aliasing is off, or the end of what the engine has in hand.
     Frame = 2,
     /// The page's own old mapping.
     OldMapping = 3,
@@ -43,6 +43,10 @@ pub enum VbarWaitKind {
     Release = 5,
     /// The whole context.
     Context = 6,
+    /// Bytes that threads of the library's own read from a file.
+    Read = 7,
+    /// Host memory being registered with the driver, or given back.
+    Register = 8,
 }
 
 /// Waits of one kind.
@@ -55,7 +59,8 @@ pub struct VbarWaitCount {
     pub nanos: u64,
 }
 
-/// Numbers of a device. Those of memory were taken together; counts only ever grow.
+/// Numbers of a device. Those of memory were taken together; counts only ever grow, but for what
+/// the engine does now.
 #[derive(Clone, Copy)]
 #[repr(C)]
 pub struct VbarStatistics {
@@ -109,6 +114,22 @@ pub struct VbarStatistics {
     pub refusal_count: [u64; 32],
     /// Waits of the CPU by `VbarWaitKind`.
     pub waits: [VbarWaitCount; 16],
+    /// Of the pages that got a frame, those that were fetched before a fault asked for them.
+    pub ahead_page_count: u64,
+    /// Steps for which the order that the engine expects has been right; this and what follows is
+    /// of now, and 0 without threads. A step is a fault of bound VBARs, told to the engine while
+    /// these exceed the budget.
+    pub engine_trust: u64,
+    /// Steps that were not as expected so far.
+    pub engine_departure_count: u64,
+    /// Plans made so far of which pages stay.
+    pub engine_plan_count: u64,
+    /// Pages of the plan in force, in all; 0 without one.
+    pub engine_planned_page_count: u64,
+    /// Of those, the ones that stay.
+    pub engine_kept_page_count: u64,
+    /// Steps that the engine is ahead of the program.
+    pub engine_ahead_step_count: u64,
     /// Bytes of host frames held, page-locked and in none of the other numbers: see
     /// `VbarDeviceOptions::host_mapped`.
     pub host_mapped_bytes: u64,
@@ -119,7 +140,7 @@ unsafe impl Plain for VbarStatistics {}
 // SAFETY: as above.
 unsafe impl Growing for VbarStatistics {
     const FIRST_BYTES: usize =
-        std::mem::offset_of!(VbarStatistics, host_mapped_bytes) + size_of::<u64>();
+        std::mem::offset_of!(VbarStatistics, waits) + size_of::<[VbarWaitCount; 16]>();
 }
 
 /// Tells everything that is counted. Statuses: the common ones. Thread-safe; the numbers are
@@ -141,7 +162,7 @@ pub unsafe extern "C" fn vbar_device_statistics(
 
 impl From<Statistics> for VbarStatistics {
     fn from(from: Statistics) -> Self {
-        let memory = from.memory;
+        let (memory, engine) = (from.memory, from.engine);
         let mut refusal_count = [0; 32];
         for (reason, count) in from.refusals {
             refusal_count[VbarReason::from(reason) as usize] = count;
@@ -177,6 +198,13 @@ impl From<Statistics> for VbarStatistics {
             poison_failure_count: from.poison_failures,
             refusal_count,
             waits,
+            ahead_page_count: from.pages_ahead,
+            engine_trust: engine.trust,
+            engine_departure_count: engine.departures,
+            engine_plan_count: engine.plans,
+            engine_planned_page_count: engine.planned_pages,
+            engine_kept_page_count: engine.kept_pages,
+            engine_ahead_step_count: engine.steps_ahead,
             host_mapped_bytes: memory.host_mapped_bytes,
         }
     }
@@ -203,6 +231,8 @@ impl From<WaitKind> for VbarWaitKind {
             WaitKind::Ready => Self::Ready,
             WaitKind::Release => Self::Release,
             WaitKind::Context => Self::Context,
+            WaitKind::Read => Self::Read,
+            WaitKind::Register => Self::Register,
         }
     }
 }

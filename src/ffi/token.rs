@@ -6,7 +6,6 @@
 
 #![expect(unsafe_code, reason = "exported symbols must keep their names")]
 
-use std::cell::RefCell;
 use std::ops::Range;
 
 use super::allocation::AllocationEntry;
@@ -19,8 +18,9 @@ use super::tag;
 use super::value::Plain;
 use crate::error::{Error, ErrorCode, Result};
 use crate::memory::pager::{Hit, Hold};
-use crate::runtime::Runtime;
-use crate::slots::{FreeSlot, Ref, SlotCache, Tokens};
+use crate::runtime::{Runtime, Vbar};
+use crate::slots::thread::{self, Thread};
+use crate::slots::{FreeSlot, Ref, Tokens};
 use crate::units::Stream;
 
 /// Pins of one fault, given back once. 0 is none; ids are never used again.
@@ -41,6 +41,17 @@ pub(super) enum Source {
     Allocation(Ref<AllocationEntry>),
 }
 
+impl Source {
+    #[inline(always)]
+    fn end_on(self, thread: &Thread) {
+        match self {
+            Self::Bar(entry) => entry.end_on(thread),
+            Self::Model(entry) => entry.end_on(thread),
+            Self::Allocation(entry) => entry.end_on(thread),
+        }
+    }
+}
+
 /// Whether the token's holder is to write the bytes.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum Bytes {
@@ -49,37 +60,52 @@ pub(super) enum Bytes {
 }
 
 pub(super) struct Held {
-    source: Source,
+    /// Until the token's end.
+    source: Option<Source>,
     hold: Hold,
     bytes: Bytes,
 }
 
 static TOKENS: Tokens<Held> = Tokens::new(tag::TOKEN);
 
-thread_local! {
-    static CACHE: RefCell<ThreadCache> = RefCell::default();
-}
+/// Gives the thread's free slots of `TOKENS` back when it ends.
+struct AtThreadEnd;
 
-/// The thread's free slots of `TOKENS`, given back when it ends.
-#[derive(Default)]
-struct ThreadCache(SlotCache);
-
-impl Drop for ThreadCache {
+impl Drop for AtThreadEnd {
     fn drop(&mut self) {
+        thread::with(|thread| thread.slots.close());
         // In a forked child another thread's copy may hold the table's lock for ever.
         if !crate::process::ending() {
-            TOKENS.give_back(&mut self.0, usize::MAX);
+            thread::with(|thread| TOKENS.give_back(&thread.slots, usize::MAX));
         }
     }
 }
 
-/// With the thread's cache, or one for this call at a thread's end.
+/// Opens the thread's cache, unless the thread is at its end.
+fn open_cache(thread: &Thread) {
+    thread_local!(static AT_END: AtThreadEnd = const { AtThreadEnd });
+    if AT_END.try_with(|_| ()).is_ok() {
+        thread.slots.open();
+    }
+}
+
+#[cold]
+fn refill(thread: &Thread) -> Option<FreeSlot> {
+    open_cache(thread);
+    TOKENS.refill(&thread.slots)
+}
+
 #[inline(always)]
-fn with_cache<R>(work: impl FnOnce(&mut SlotCache) -> R) -> R {
-    let mut work = Some(work);
-    let mut once = |cache: &mut SlotCache| work.take().map(|work| work(cache));
-    let done = CACHE.try_with(|cache| once(&mut cache.borrow_mut().0)).ok().flatten();
-    done.or_else(|| once(&mut ThreadCache::default().0)).expect("one of the two did it")
+fn keep(thread: &Thread, slot: FreeSlot) {
+    if let Err(slot) = thread.slots.push(slot) {
+        overflow(thread, slot);
+    }
+}
+
+#[cold]
+fn overflow(thread: &Thread, slot: FreeSlot) {
+    open_cache(thread);
+    TOKENS.overflow(&thread.slots, slot);
 }
 
 /// A token that is not given out yet: taken before the pins are, so that nothing can fail between.
@@ -89,8 +115,8 @@ impl Reserved {
     /// # Errors
     /// `TooManyPins` when every token is held.
     #[inline(always)]
-    pub(super) fn take() -> Result<Self> {
-        match with_cache(|cache| TOKENS.reserve(cache)) {
+    pub(super) fn take(thread: &Thread) -> Result<Self> {
+        match thread.slots.pop().or_else(|| refill(thread)) {
             Some(slot) => Ok(Self(Some(slot))),
             None => Err(none_left()),
         }
@@ -100,14 +126,17 @@ impl Reserved {
     #[inline(always)]
     pub(super) fn hand_out_hit(mut self, bar: Ref<BarEntry>, hit: Hit) -> VbarToken {
         let slot = self.0.take().expect("reserved until it is given out");
-        let make = || Held { source: Source::Bar(bar), hold: hit.into_hold(), bytes: Bytes::Valid };
+        let make = || {
+            let source = Some(Source::Bar(bar));
+            Held { source, hold: hit.into_hold(), bytes: Bytes::Valid }
+        };
         VbarToken { id: TOKENS.put(slot, make) }
     }
 
     /// Puts pins under the token.
     pub(super) fn hand_out(mut self, source: Source, hold: Hold, bytes: Bytes) -> VbarToken {
         let slot = self.0.take().expect("reserved until it is given out");
-        VbarToken { id: TOKENS.put(slot, || Held { source, hold, bytes }) }
+        VbarToken { id: TOKENS.put(slot, || Held { source: Some(source), hold, bytes }) }
     }
 }
 
@@ -115,9 +144,14 @@ impl Drop for Reserved {
     #[inline(always)]
     fn drop(&mut self) {
         if let Some(slot) = self.0.take() {
-            with_cache(|cache| TOKENS.keep(cache, slot));
+            unused(slot);
         }
     }
+}
+
+#[cold]
+fn unused(slot: FreeSlot) {
+    thread::with(|thread| keep(thread, slot));
 }
 
 #[cold]
@@ -130,14 +164,34 @@ fn none_left() -> Error {
 /// # Errors
 /// `StaleToken`, and those of giving back.
 #[inline(always)]
-pub(super) fn give_back(token: VbarToken, stream: Stream) -> Result<()> {
-    let Some((unpinned, slot)) = TOKENS.end(token.id, |held| held.unpin(stream)) else {
-        return Err(spent(token));
-    };
-    if let Some(slot) = slot {
-        with_cache(|cache| TOKENS.keep(cache, slot));
+pub(super) fn give_back(thread: &Thread, token: VbarToken, stream: Stream) -> Result<()> {
+    let Some(mut held) = TOKENS.end(token.id) else { return Err(spent(token)) };
+    let unpinned = held.unpin(stream);
+    if let Some(source) = held.source.take() {
+        source.end_on(thread);
+    }
+    if let Some(slot) = held.free() {
+        keep(thread, slot);
     }
     unpinned
+}
+
+/// Puts what a token holds under a new one, and the old one is spent: whoever knew it has nothing
+/// any more.
+///
+/// # Errors
+/// `StaleToken`, and `TooManyPins` when every token is held.
+pub(super) fn renew(token: VbarToken) -> Result<VbarToken> {
+    thread::with(|thread| {
+        let reserved = Reserved::take(thread)?;
+        let Some(ending) = TOKENS.end(token.id) else { return Err(spent(token)) };
+        let (Held { source, hold, bytes }, slot) = ending.take();
+        if let Some(slot) = slot {
+            keep(thread, slot);
+        }
+        let source = source.expect("a token has its source until its end");
+        Ok(reserved.hand_out(source, hold, bytes))
+    })
 }
 
 /// Looks at what a token holds.
@@ -149,25 +203,24 @@ pub(super) fn look<R>(token: VbarToken, look: impl FnOnce(&mut Held) -> R) -> Re
 }
 
 impl Held {
+    /// The VBAR that the pages are of.
+    #[inline(always)]
+    fn vbar(&self) -> &Vbar {
+        match self.source.as_ref().expect("a token has its source until its end") {
+            Source::Bar(entry) => &entry.vbar,
+            Source::Model(entry) => entry.bar.vbar(),
+            Source::Allocation(entry) => entry.allocation.vbar(),
+        }
+    }
+
     /// The device that the pages are of.
     pub(super) fn runtime(&self) -> &Runtime {
-        match &self.source {
-            Source::Bar(entry) => entry.vbar.runtime(),
-            Source::Model(entry) => entry.bar.vbar().runtime(),
-            Source::Allocation(entry) => entry.allocation.runtime(),
-        }
+        self.vbar().runtime()
     }
 
     /// Device addresses of the pages.
     pub(super) fn addresses(&self) -> Range<u64> {
-        let base = match &self.source {
-            Source::Bar(entry) => entry.vbar.base().0,
-            Source::Model(entry) => entry.bar.vbar().base().0,
-            Source::Allocation(entry) => {
-                entry.allocation.address().0 - entry.allocation.range().start
-            }
-        };
-        let page_bytes = self.runtime().page_size().bytes();
+        let (base, page_bytes) = (self.vbar().base().0, self.runtime().page_size().bytes());
         let at = |page: u32| base + u64::from(page) * page_bytes;
         at(self.hold.pages.start)..at(self.hold.pages.end)
     }
@@ -179,28 +232,23 @@ impl Held {
 
     #[inline(always)]
     fn unpin(&self, stream: Stream) -> Result<()> {
-        let hold = &self.hold;
-        match &self.source {
-            Source::Bar(entry) => entry.vbar.unpin_hold(hold, stream),
-            Source::Model(entry) => entry.bar.vbar().unpin_hold(hold, stream),
-            Source::Allocation(entry) => match self.bytes {
-                Bytes::Valid => entry.allocation.unpin_hold(hold, stream),
-                Bytes::ToWrite => entry.allocation.abandon(hold, stream),
-            },
+        match self.bytes {
+            Bytes::Valid => self.vbar().unpin_hold(&self.hold, stream),
+            Bytes::ToWrite => self.abandon(stream),
         }
     }
 
-    fn used_on(&self, stream: Stream) -> Result<()> {
+    #[cold]
+    fn abandon(&self, stream: Stream) -> Result<()> {
         match &self.source {
-            Source::Bar(entry) => entry.vbar.hold_used_on(&self.hold, stream),
-            Source::Model(entry) => entry.bar.vbar().hold_used_on(&self.hold, stream),
-            Source::Allocation(entry) => entry.allocation.hold_used_on(&self.hold, stream),
+            Some(Source::Allocation(entry)) => entry.allocation.abandon(&self.hold, stream),
+            _ => self.vbar().unpin_hold(&self.hold, stream),
         }
     }
 
     fn commit(&mut self, stream: Stream) -> Result<()> {
         match (&self.source, self.bytes) {
-            (Source::Allocation(entry), Bytes::ToWrite) => {
+            (Some(Source::Allocation(entry)), Bytes::ToWrite) => {
                 entry.allocation.commit_hold(&self.hold, stream)?;
                 self.bytes = Bytes::Valid;
                 Ok(())
@@ -219,7 +267,7 @@ impl Held {
 /// when an end of run took the pins. Thread-safe.
 #[unsafe(no_mangle)]
 pub extern "C" fn vbar_token_unpin(token: VbarToken, stream: VbarStream) -> VbarStatus {
-    call(|| give_back(token, Stream(stream)))
+    call(|| thread::with(|thread| give_back(thread, token, Stream(stream))))
 }
 
 /// Remembers that another stream uses the bytes too; call it after that work was enqueued. It makes
@@ -228,7 +276,7 @@ pub extern "C" fn vbar_token_unpin(token: VbarToken, stream: VbarStream) -> Vbar
 /// and for none. Thread-safe.
 #[unsafe(no_mangle)]
 pub extern "C" fn vbar_token_also_used_on(token: VbarToken, stream: VbarStream) -> VbarStatus {
-    call(|| look(token, |held| held.used_on(Stream(stream)))?)
+    call(|| look(token, |held| held.vbar().hold_used_on(&held.hold, Stream(stream)))?)
 }
 
 /// Declares that everything that writes an allocation's bytes was enqueued on `stream`
@@ -242,6 +290,7 @@ pub extern "C" fn vbar_token_commit(token: VbarToken, stream: VbarStream) -> Vba
 
 #[cold]
 fn spent(token: VbarToken) -> Error {
-    let text = format!("token {:#x} holds no pins: given back, or never given out", token.id);
+    let text =
+        format!("token {:#x} holds no pins: given back, exported, or never given out", token.id);
     Error::new(ErrorCode::StaleToken, text)
 }

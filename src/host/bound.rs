@@ -5,11 +5,13 @@ use std::sync::Arc;
 use crate::error::{Error, ErrorCode, Result};
 use crate::host::source::ModelFile;
 use crate::model::binding::Binding;
+use crate::options::Prefer;
 
 /// Says which bytes of which open file belong to each range of a VBAR.
 pub struct Bound {
     binding: Binding,
     files: Vec<Arc<ModelFile>>,
+    prefer: Option<Prefer>,
 }
 
 impl Bound {
@@ -31,7 +33,25 @@ impl Bound {
                 return Err(Error::new(ErrorCode::InvalidArgument, text));
             }
         }
-        Ok(Self { binding, files })
+        Ok(Self { binding, files, prefer: None })
+    }
+
+    /// Reads its files as told, whatever the runtime's option says.
+    #[must_use]
+    pub fn preferring(self, prefer: Prefer) -> Self {
+        Self { prefer: Some(prefer), ..self }
+    }
+
+    /// Where its files are read from, if it was told.
+    #[must_use]
+    pub fn prefer(&self) -> Option<Prefer> {
+        self.prefer
+    }
+
+    /// Bytes of all its files together.
+    #[must_use]
+    pub fn file_bytes(&self) -> u64 {
+        self.files.iter().fold(0, |sum, file| sum.saturating_add(file.bytes()))
     }
 
     /// The layout.
@@ -45,7 +65,7 @@ impl Bound {
     /// # Panics
     /// For a number that no segment has.
     #[must_use]
-    pub fn file(&self, index: usize) -> &ModelFile {
+    pub fn file(&self, index: usize) -> &Arc<ModelFile> {
         &self.files[index]
     }
 }

@@ -4,11 +4,14 @@
 pub mod allowance;
 pub mod bound;
 pub mod checksum;
+pub mod direct;
 pub mod file_system;
 pub mod locked;
 pub mod model_files;
 pub mod mounts;
 pub mod pageable;
+pub mod reading;
+pub mod room;
 pub mod safetensors;
 pub mod source;
 pub mod spare;

@@ -26,6 +26,12 @@ impl PageableMemory {
         Self { driver: Arc::clone(driver), bytes: vec![0; bytes] }
     }
 
+    /// Whether a copy was not seen to end, and the memory has no bytes any more.
+    #[must_use]
+    pub fn is_given_up(&self) -> bool {
+        self.bytes.is_empty()
+    }
+
     /// The bytes.
     pub fn bytes_mut(&mut self) -> &mut [u8] {
         &mut self.bytes

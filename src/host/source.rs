@@ -4,6 +4,8 @@
 //! are only ever read by calls that return errors, never through a mapping: a file that was cut
 //! short meanwhile is a `FileChanged` error and not a `SIGBUS`.
 //!
+//! `host/reading` chooses between ways to read.
+//!
 //! What [`ModelFile::check_unchanged`] does not see: a change in place that puts size,
 //! modification and change time back (raw access to the disk, some network file systems), and one
 //! within the same tick of the file system's clock (a few milliseconds) as the identity.
@@ -13,8 +15,12 @@ use std::io::{self, IoSliceMut};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
 use std::path::Path;
+use std::sync::OnceLock;
+
+use rustix::io::ReadWriteFlags;
 
 use crate::error::{Error, ErrorCode, Result};
+use crate::host::direct::DirectFile;
 
 /// The kernel takes at most this many targets a call (`IOV_MAX`).
 const TARGETS_A_CALL_MAX: usize = 1024;
@@ -85,6 +91,14 @@ pub trait ReadAt: Send + Sync {
         first.map_or(Ok(0), |target| self.read_at(target, offset))
     }
 
+    /// As [`ReadAt::read_at`], of bytes that are in memory already.
+    ///
+    /// # Errors
+    /// What the system says: `WouldBlock` when they are not, `Unsupported` where it cannot tell.
+    fn read_cached_at(&self, _target: &mut [u8], _offset: u64) -> io::Result<usize> {
+        Err(io::ErrorKind::Unsupported.into())
+    }
+
     /// `fstat`.
     ///
     /// # Errors
@@ -105,6 +119,11 @@ impl ReadAt for File {
     fn read_vectored_at(&self, targets: &mut [IoSliceMut<'_>], offset: u64) -> io::Result<usize> {
         // std's own is not stable yet.
         Ok(rustix::io::preadv(self, targets, offset)?)
+    }
+
+    fn read_cached_at(&self, target: &mut [u8], offset: u64) -> io::Result<usize> {
+        let mut targets = [IoSliceMut::new(target)];
+        Ok(rustix::io::preadv2(self, &mut targets, offset, ReadWriteFlags::NOWAIT)?)
     }
 
     fn identity(&self) -> io::Result<FileIdentity> {
@@ -129,6 +148,10 @@ pub struct ModelFile {
     path: Option<Box<Path>>,
     identity: FileIdentity,
     reader: Box<dyn ReadAt>,
+    /// How it is read past the page cache, once that was asked; `None` where it cannot be.
+    pub(super) direct: OnceLock<Option<DirectFile>>,
+    /// A description of the file with our lock on it, once that was asked for.
+    pub(super) lock: OnceLock<Option<File>>,
 }
 
 impl ModelFile {
@@ -172,7 +195,8 @@ impl ModelFile {
     pub fn from_reader(reader: Box<dyn ReadAt>, name: impl Into<String>) -> Result<Self> {
         let name = name.into().into_boxed_str();
         let identity = reader.identity().map_err(|error| Error::io(&name, &error))?;
-        Ok(Self { name, path: None, identity, reader })
+        let (direct, lock) = (OnceLock::new(), OnceLock::new());
+        Ok(Self { name, path: None, identity, reader, direct, lock })
     }
 
     /// What errors call it: its path when it was opened by path.
@@ -269,7 +293,7 @@ impl ModelFile {
         Ok(())
     }
 
-    fn position(&self, offset: u64, done: usize, wanted: usize) -> Result<u64> {
+    pub(super) fn position(&self, offset: u64, done: usize, wanted: usize) -> Result<u64> {
         // Files end at i64::MAX; a larger offset is an error of the system call, or, as u64::MAX
         // to preadv, no offset at all.
         match offset.checked_add(done as u64) {
@@ -278,7 +302,12 @@ impl ModelFile {
         }
     }
 
-    fn ended(&self, offset: u64, got: usize, wanted: usize) -> Error {
+    /// `pread` of what is in memory already: see [`ReadAt::read_cached_at`].
+    pub(super) fn read_cached_at(&self, target: &mut [u8], offset: u64) -> io::Result<usize> {
+        self.reader.read_cached_at(target, offset)
+    }
+
+    pub(super) fn ended(&self, offset: u64, got: usize, wanted: usize) -> Error {
         let error = io::Error::new(io::ErrorKind::UnexpectedEof, "unexpected end of file");
         let short = self.failed(offset, got, wanted, &error);
         // Whoever cut the file short is told so; a caller opens it anew then, which is no use
@@ -289,7 +318,13 @@ impl ModelFile {
         }
     }
 
-    fn failed(&self, offset: u64, got: usize, wanted: usize, error: &io::Error) -> Error {
+    pub(super) fn failed(
+        &self,
+        offset: u64,
+        got: usize,
+        wanted: usize,
+        error: &io::Error,
+    ) -> Error {
         Error::io(
             format_args!("{}: wanted {wanted} bytes at offset {offset}, got {got}", self.name),
             error,

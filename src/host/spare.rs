@@ -20,17 +20,17 @@ pub trait HostRoom: Send + Sync {
 const FRESH: Duration = Duration::from_millis(100);
 
 /// The allowance as the system's numbers make it: see `host/allowance`.
-#[derive(Default)]
 pub struct SystemRoom {
     root: SystemRoot,
+    limit_bytes: Option<u64>,
     read: Mutex<Option<(Instant, u64)>>,
 }
 
 impl SystemRoom {
-    /// As a system shows itself below `root`.
+    /// As a system shows itself below `root`, and `limit_bytes` at most.
     #[must_use]
-    pub fn new(root: SystemRoot) -> Self {
-        Self { root, read: Mutex::new(None) }
+    pub fn new(root: SystemRoot, limit_bytes: Option<u64>) -> Self {
+        Self { root, limit_bytes, read: Mutex::new(None) }
     }
 }
 
@@ -49,6 +49,7 @@ impl HostRoom for SystemRoom {
                 held_bytes
             }
         };
+        let bytes = bytes.min(self.limit_bytes.unwrap_or(u64::MAX));
         *self.read.lock() = Some((Instant::now(), bytes));
         bytes
     }
@@ -69,7 +70,7 @@ mod tests {
             std::fs::write(&meminfo, text).unwrap();
         };
         write(4 << 20);
-        let room = SystemRoom::new(SystemRoot::new(folder.path()));
+        let room = SystemRoom::new(SystemRoot::new(folder.path()), None);
         // A sixteenth of the machine is everybody else's.
         assert_eq!(room.allowed_bytes(0), 3 * GIB);
         write(0);

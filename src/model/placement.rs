@@ -112,6 +112,17 @@ pub struct Ranking {
     places: HashMap<PageRef, u32>,
     /// By the same order.
     visits: Vec<Vec<Visit>>,
+    /// All visits by the step at which they begin, with the place of their page in the order.
+    timetable: Vec<(Visit, u32)>,
+}
+
+/// A placement without its ranking, to be kept beside it: [`Ranking::at`] puts them together.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct Cut {
+    /// Pages that are streamed: so many of the order.
+    pub streamed: u32,
+    /// Frames that they share.
+    pub streaming_frames: u32,
 }
 
 /// Which pages stay, and how many frames the others share.
@@ -151,8 +162,14 @@ impl Ranking {
         order.sort_by_key(|(class, loads, key, page, _)| (*class, *loads, *key, *page));
         let pages: Vec<PageRef> = order.iter().map(|(_, _, _, page, _)| *page).collect();
         let places = pages.iter().copied().zip(0..).collect();
-        let visits = order.into_iter().map(|(_, _, _, _, visits)| visits).collect();
-        Self { cycle, pages, places, visits }
+        let visits: Vec<Vec<Visit>> =
+            order.into_iter().map(|(_, _, _, _, visits)| visits).collect();
+        let by_place = visits.iter().zip(0..);
+        let mut timetable: Vec<(Visit, u32)> = by_place
+            .flat_map(|(visits, place)| visits.iter().map(move |visit| (*visit, place)))
+            .collect();
+        timetable.sort_unstable();
+        Self { cycle, pages, places, visits, timetable }
     }
 
     /// The cycle that was ranked.
@@ -208,6 +225,13 @@ impl Ranking {
         }
     }
 
+    /// The placement that a cut of this ranking was taken from. O(1).
+    #[must_use]
+    pub fn at(&self, cut: Cut) -> Placement<'_> {
+        let Cut { streamed, streaming_frames } = cut;
+        Placement { ranking: self, streamed: streamed.min(self.page_count()), streaming_frames }
+    }
+
     /// The placement whose streaming frames hold the streamed parts of the step in use and of the
     /// next, and [`SPARE_FRAMES`] more; fewer where `frames` do not suffice for that.
     ///
@@ -236,19 +260,15 @@ impl Ranking {
     /// are not of this ranking.
     #[must_use]
     pub fn visits_without(&self, is_resident: impl Fn(PageRef) -> bool) -> Vec<Visit> {
-        let pages = self.pages.iter().zip(&self.visits);
-        let streamed = pages.filter(|(page, _)| !is_resident(**page));
-        let mut visits: Vec<Visit> = streamed.flat_map(|(_, visits)| visits).copied().collect();
-        visits.sort_unstable();
-        visits
+        let visits = self.timetable.iter();
+        let streamed = visits.filter(|(_, place)| !is_resident(self.pages[*place as usize]));
+        streamed.map(|(visit, _)| *visit).collect()
     }
 
     /// Visits of the first `streamed` pages, by the step at which they begin.
     fn streamed_visits(&self, streamed: u32) -> Vec<Visit> {
-        let mut visits: Vec<Visit> =
-            self.visits[..streamed as usize].iter().flatten().copied().collect();
-        visits.sort_unstable();
-        visits
+        let visits = self.timetable.iter().filter(|(_, place)| *place < streamed);
+        visits.map(|(visit, _)| *visit).collect()
     }
 }
 
@@ -269,6 +289,12 @@ impl Placement<'_> {
     #[must_use]
     pub fn streamed(&self) -> &[PageRef] {
         &self.ranking.pages[..self.streamed as usize]
+    }
+
+    /// What is to be kept of it beside its ranking.
+    #[must_use]
+    pub fn cut(&self) -> Cut {
+        Cut { streamed: self.streamed, streaming_frames: self.streaming_frames }
     }
 
     /// Frames for streaming; 0 where everything stays.

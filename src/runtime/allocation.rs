@@ -5,10 +5,9 @@
 //! hit takes no lock and sees generations and fence of one commit.
 
 use std::ops::Range;
-use std::sync::Arc;
 
 use super::Runtime;
-use super::bar::{Fault, Guard, VbarInner};
+use super::bar::{Fault, Guard, Vbar};
 use crate::driver::CaptureState;
 use crate::error::{Error, ErrorCode, Result};
 use crate::memory::pager::Hold;
@@ -35,7 +34,7 @@ fn changed(word: u64, kind: u64) -> u64 {
 
 /// A piece of a bare VBAR with contents of its own.
 pub struct Allocation {
-    vbar: Arc<VbarInner>,
+    vbar: Vbar,
     range: Range<u64>,
     state: AtomicU64,
     /// Generations of the pages at the last commit.
@@ -59,8 +58,8 @@ pub enum AllocationFault<'a> {
 }
 
 impl Allocation {
-    pub(super) fn new(vbar: Arc<VbarInner>, range: Range<u64>) -> Self {
-        let pages = vbar.bar.page_size.pages_of(&range);
+    pub(super) fn new(vbar: Vbar, range: Range<u64>) -> Self {
+        let pages = vbar.bar().page_size.pages_of(&range);
         let generations = pages.map(|_| AtomicU64::new(0)).collect();
         let (state, ready) = (AtomicU64::new(NEW), AtomicU64::new(0));
         Self { vbar, range, state, generations, ready }
@@ -69,13 +68,19 @@ impl Allocation {
     /// Address of the first byte; it never changes.
     #[must_use]
     pub fn address(&self) -> DeviceAddress {
-        self.vbar.bar.space.base.offset(self.range.start)
+        self.vbar.bar().space.base.offset(self.range.start)
     }
 
     /// The runtime that the allocation's VBAR belongs to.
     #[must_use]
     pub fn runtime(&self) -> &Runtime {
-        &self.vbar.runtime
+        self.vbar.runtime()
+    }
+
+    /// The VBAR that the allocation is a piece of.
+    #[must_use]
+    pub fn vbar(&self) -> &Vbar {
+        &self.vbar
     }
 
     /// Its bytes in the VBAR.
@@ -150,7 +155,7 @@ impl Allocation {
                 AllocationFault::Busy => {}
                 outcome => return Ok(outcome),
             }
-            let device = self.vbar.runtime.device();
+            let device = self.vbar.runtime().device();
             let wait = wait.get_or_insert_with(|| device.wait(WaitKind::Claim));
             wait.pause().map_err(|error| self.told(error))?;
         }
@@ -164,22 +169,6 @@ impl Allocation {
         if state & KIND == VALID {
             let _ = self.state.compare_exchange(state, changed(state, STALE), AcqRel, Relaxed);
         }
-    }
-
-    /// Gives pins back that were taken out of a guard; `stream` as in [`super::Runtime::unpin`].
-    ///
-    /// # Errors
-    /// As [`Guard::unpin`]; what the driver says of another stream.
-    pub(crate) fn unpin_hold(&self, hold: &Hold, stream: Stream) -> Result<()> {
-        self.vbar.unpin_hold(hold, stream)
-    }
-
-    /// As [`Guard::also_used_on`], for pins that were taken out of a guard.
-    ///
-    /// # Errors
-    /// As there.
-    pub(crate) fn hold_used_on(&self, hold: &Hold, stream: Stream) -> Result<()> {
-        self.vbar.runtime.pager().also_used_on(&self.vbar.bar, hold, stream).map(|_| ())
     }
 
     /// As [`FillGuard::commit`], for a fill that was taken out of its guard; it goes on when this
@@ -208,10 +197,10 @@ impl Allocation {
     /// fault's, and nobody may take the frames before the writes are done.
     fn record(&self, hold: &Hold, stream: Stream) -> Result<Ticket> {
         if stream.is_none() {
-            self.vbar.runtime.device().check()?;
+            self.vbar.runtime().device().check()?;
             return Ok(Ticket::NONE);
         }
-        self.vbar.runtime.pager().also_used_on(&self.vbar.bar, hold, stream)
+        self.vbar.runtime().pager().also_used_on(self.vbar.bar(), hold, stream)
     }
 
     fn note_valid(&self, generations: &[Generation], ready: Ticket) {
@@ -223,9 +212,9 @@ impl Allocation {
     }
 
     fn refuse(&self, reason: Reason) -> AllocationFault<'_> {
-        self.vbar.runtime.device().counters.refuse(reason);
-        let pages = self.vbar.bar.page_size.pages_of(&self.range);
-        let needed_bytes = pages.len() as u64 * self.vbar.bar.page_size.bytes();
+        self.vbar.runtime().device().counters.refuse(reason);
+        let pages = self.vbar.bar().page_size.pages_of(&self.range);
+        let needed_bytes = pages.len() as u64 * self.vbar.bar().page_size.bytes();
         AllocationFault::Offloaded(Refusal { reason, needed_bytes })
     }
 
@@ -245,9 +234,9 @@ impl Allocation {
     #[cold]
     fn told(&self, error: Error) -> Error {
         let Range { start, end } = self.range;
-        let bar = self.vbar.bar.id;
+        let bar = self.vbar.bar().id;
         let asked = format_args!("fault of the allocation at {start}..{end} of VBAR {bar}");
-        self.vbar.runtime.pager().told(error, asked)
+        self.vbar.runtime().pager().told(error, asked)
     }
 
     fn is_captured(&self, guard: &Guard<'_>) -> Result<bool> {
@@ -259,7 +248,7 @@ impl Allocation {
         if stream.is_none() {
             return Ok(false);
         }
-        let device = self.vbar.runtime.device();
+        let device = self.vbar.runtime().device();
         let _context = device.enter_context()?;
         Ok(device.capture_state(stream)? != CaptureState::None)
     }
@@ -271,7 +260,7 @@ impl Allocation {
 
     fn order_after(&self, guard: &Guard<'_>, tickets: &[Ticket]) -> Result<()> {
         let hold = guard.hold();
-        let device = self.vbar.runtime.device();
+        let device = self.vbar.runtime().device();
         let ordered = |ticket: &&Ticket| match hold.slot {
             Some(slot) => device.fences.ordered_before(**ticket, slot),
             None => device.fences.known_passed(**ticket),
@@ -284,7 +273,7 @@ impl Allocation {
             true => CaptureState::None,
             false => device.capture_state(hold.stream)?,
         };
-        let pager = self.vbar.runtime.pager();
+        let pager = self.vbar.runtime().pager();
         tickets
             .iter()
             .filter(|ticket| !ordered(ticket))
@@ -336,7 +325,7 @@ impl<'a> FillGuard<'a> {
 
     /// What may still use the pages.
     fn users(&self) -> Vec<Ticket> {
-        let table = &self.allocation.vbar.bar.table;
+        let table = &self.allocation.vbar.bar().table;
         table.pages(self.guard().hold().pages.clone()).flat_map(|(_, page)| page.users()).collect()
     }
 }

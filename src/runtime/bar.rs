@@ -10,6 +10,7 @@ use crate::memory::pins::Token;
 use crate::memory::space::SpaceKind;
 use crate::memory::vbar::{self, Bar};
 use crate::outcome::{Reason, Refusal};
+use crate::slots::Thread;
 use crate::units::{DeviceAddress, Generation, PageIndex, Stream};
 
 /// A virtual base address register: addresses for one model, memory only where it is needed.
@@ -120,7 +121,7 @@ impl Vbar {
     /// `DeviceLost`, `ProcessEnding`; nothing is taken then.
     pub fn allocate(&self, bytes: u64) -> Result<Allocation> {
         let range = self.inner.runtime.pager().allocate(self.bar(), bytes)?;
-        Ok(Allocation::new(Arc::clone(&self.inner), range))
+        Ok(Allocation::new(self.clone(), range))
     }
 
     /// Makes a byte range resident, for work on `stream`, and pins it until the guard is dropped.
@@ -264,9 +265,14 @@ impl Vbar {
     /// # Errors
     /// As there.
     #[inline(always)]
-    pub(crate) fn hit(&self, bytes: &Range<u64>, stream: Stream) -> Result<Option<Hit>> {
+    pub(crate) fn hit(
+        &self,
+        thread: &Thread,
+        bytes: &Range<u64>,
+        stream: Stream,
+    ) -> Result<Option<Hit>> {
         let pages = self.bar().pages_of(bytes)?;
-        self.inner.runtime.pager().hit(self.bar(), &pages, stream)
+        self.inner.runtime.pager().hit(thread, self.bar(), &pages, stream)
     }
 
     /// As [`Vbar::fault`] for what is no plain hit, the pins in the caller's hands.
@@ -284,7 +290,7 @@ impl Vbar {
 
     /// As [`Guard::also_used_on`].
     pub(crate) fn hold_used_on(&self, hold: &Hold, stream: Stream) -> Result<()> {
-        self.inner.runtime.pager().also_used_on(self.bar(), hold, stream).map(|_| ())
+        self.inner.hold_used_on(hold, stream)
     }
 
     pub(super) fn bar(&self) -> &Arc<Bar> {
@@ -306,12 +312,14 @@ impl VbarInner {
             Faulted::Offloaded(refusal) => Fault::Offloaded(refusal),
         })
     }
-}
 
-impl VbarInner {
     #[inline(always)]
-    pub(super) fn unpin_hold(&self, hold: &Hold, stream: Stream) -> Result<()> {
+    fn unpin_hold(&self, hold: &Hold, stream: Stream) -> Result<()> {
         self.runtime.pager().unpin_on(&self.bar, hold, stream)
+    }
+
+    fn hold_used_on(&self, hold: &Hold, stream: Stream) -> Result<()> {
+        self.runtime.pager().also_used_on(&self.bar, hold, stream).map(|_| ())
     }
 }
 
@@ -361,7 +369,7 @@ impl<'a> Guard<'a> {
     /// What the driver says of the stream; `Unsupported` while it is being captured.
     pub fn also_used_on(&self, stream: Stream) -> Result<()> {
         let hold = self.hold.as_ref().expect("a guard holds until it is consumed");
-        self.vbar.runtime.pager().also_used_on(&self.vbar.bar, hold, stream).map(|_| ())
+        self.vbar.hold_used_on(hold, stream)
     }
 
     /// Unpins, as dropping does, and says what failed.

@@ -285,13 +285,22 @@ impl Runtime {
         self.pager().trim(keep_bytes)
     }
 
+    /// Gives page-locked host memory back until at most `keep_bytes` are held, or what is left is
+    /// in use; host frames are none of it. Returns the bytes given back. Waits for the device.
+    ///
+    /// # Errors
+    /// `DeviceLost`, `ProcessEnding`, and what the driver says.
+    pub fn trim_host(&self, keep_bytes: u64) -> Result<u64> {
+        self.pager().trim_host(keep_bytes)
+    }
+
     /// Gives host frames back that nobody pins and whose uses are over; see
     /// [`HostMapped`](crate::options::HostMapped). Returns their bytes.
     ///
     /// # Errors
     /// `DeviceLost`, `ProcessEnding`, or what the driver says.
-    pub fn trim_host(&self) -> Result<u64> {
-        self.pager().trim_host()
+    pub fn trim_host_frames(&self) -> Result<u64> {
+        self.pager().trim_host_frames()
     }
 
     /// Sets who says how much host memory may be held in host frames, instead of what the system
@@ -351,9 +360,11 @@ impl Runtime {
             Threads::Off => {
                 self.inner.engine.stop(self.pager());
                 self.inner.housekeeping.stop();
+                self.pager().set_readers(threads);
             }
             Threads::On => {
                 self.inner.housekeeping.start(&self.inner.pager)?;
+                self.pager().set_readers(threads);
                 self.inner.engine.start(&self.inner.pager)?;
             }
         }
@@ -381,7 +392,7 @@ impl Runtime {
     /// Everything that is counted.
     #[must_use]
     pub fn statistics(&self) -> Statistics {
-        Statistics::of(self.pager())
+        Statistics::of(self.pager(), self.engine_numbers())
     }
 
     /// The device's ordinal.

@@ -110,7 +110,8 @@ fn look_safely(pager: &Weak<Pager>, told: &mut Vec<ErrorCode>) -> ControlFlow<()
 fn look(pager: &Weak<Pager>, told: &mut Vec<ErrorCode>) -> ControlFlow<()> {
     let Some(_work) = process::work() else { return ControlFlow::Break(()) };
     let Some(pager) = pager.upgrade() else { return ControlFlow::Break(()) };
-    let Err(error) = pager.relieve() else { return ControlFlow::Continue(()) };
+    let looked = pager.relieve().and(pager.housekeep_host());
+    let Err(error) = looked else { return ControlFlow::Continue(()) };
     match error.code() {
         ErrorCode::DeviceLost | ErrorCode::ProcessEnding => return ControlFlow::Break(()),
         // The program's wish, and work that takes its time.

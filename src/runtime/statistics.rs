@@ -1,6 +1,8 @@
 //! A snapshot of everything that is counted.
 
-use crate::counters::WaitCount;
+use crate::copy::engine::EngineNumbers;
+use crate::copy::fill::LockedBytes;
+use crate::counters::{SourceBytes, WaitCount};
 use crate::memory::pager::{MemoryNumbers, Pager};
 use crate::outcome::{Reason, WaitKind};
 use crate::sync::Ordering;
@@ -12,18 +14,24 @@ pub struct Statistics {
     pub memory: MemoryNumbers,
     /// Page-locked host bytes held.
     pub locked_bytes: u64,
+    /// The same by what holds them.
+    pub locked: LockedBytes,
     /// Faults that found every page resident.
     pub hits: u64,
     /// Faults that had to map or fill a page.
     pub misses: u64,
     /// Pages that got a frame, be it one of the host.
     pub pages_mapped: u64,
+    /// Of those, pages that were fetched before a fault asked for them.
+    pub pages_ahead: u64,
     /// Pages that lost their frame.
     pub pages_evicted: u64,
     /// Of those, pages whose frame was at its next page before its users had passed.
     pub pages_aliased: u64,
     /// Bytes copied to the device by fills.
     pub bytes_filled: u64,
+    /// Where they came from.
+    pub sources: SourceBytes,
     /// Driver calls tried again after a transient code.
     pub driver_retries: u64,
     /// With [`Poison::On`](crate::options::Poison): pages that were evicted and got no poison, and
@@ -33,27 +41,34 @@ pub struct Statistics {
     pub refusals: Vec<(Reason, u64)>,
     /// Waits of the CPU by kind, those with none left out.
     pub waits: Vec<(WaitKind, WaitCount)>,
+    /// What the streaming engine knows and does now; all 0 without threads.
+    pub engine: EngineNumbers,
 }
 
 impl Statistics {
-    pub(super) fn of(pager: &Pager) -> Self {
+    pub(super) fn of(pager: &Pager, engine: EngineNumbers) -> Self {
         let counters = &pager.device.counters;
         let load = |counter: &crate::sync::AtomicU64| counter.load(Ordering::Relaxed);
         let refusals = Reason::ALL.iter().map(|reason| (*reason, counters.refusals(*reason)));
         let waits = WaitKind::ALL.iter().map(|kind| (*kind, counters.waits(*kind)));
+        let locked = pager.locked();
         Self {
             memory: pager.numbers(),
-            locked_bytes: pager.locked_bytes(),
+            locked_bytes: locked.ring_bytes + locked.cache_bytes,
+            locked,
             hits: counters.hits.sum(),
             misses: load(&counters.misses),
             pages_mapped: load(&counters.pages_mapped),
+            pages_ahead: load(&counters.pages_ahead),
             pages_evicted: load(&counters.pages_evicted),
             pages_aliased: load(&counters.pages_aliased),
             bytes_filled: load(&counters.bytes_filled),
+            sources: counters.sources.bytes(),
             driver_retries: load(&counters.driver_retries),
             poison_failures: load(&counters.poison_failures),
             refusals: refusals.filter(|(_, count)| *count > 0).collect(),
             waits: waits.filter(|(_, wait)| wait.count > 0).collect(),
+            engine,
         }
     }
 

@@ -241,6 +241,58 @@ CASE(vbar_device_fault_many) {
     OK(vbar_device_fault_many(world.device, NULL, 0, 0, NULL));
 }
 
+CASE(vbar_bar_prefetch) {
+    EACH_BAD_ID(BAR, VbarBar, bad, vbar_bar_prefetch(bad, 0, 1));
+    FAILS(vbar_bar_prefetch(world.bar, 0, 1), VBAR_STATUS_INVALID_ARGUMENT, "bound");
+    for (size_t at = 0; at < edge_count; at++) {
+        if (edges[at] < UINT32_MAX) continue;
+        FAILS(vbar_bar_prefetch(world.model_bar, edges[at], 2), VBAR_STATUS_INVALID_ARGUMENT,
+              NULL);
+        FAILS(vbar_bar_prefetch(world.model_bar, 1, edges[at]), VBAR_STATUS_INVALID_ARGUMENT,
+              NULL);
+    }
+    OK(vbar_bar_prefetch(world.model_bar, 0, 0));
+    OK(vbar_bar_prefetch(world.model_bar, 0, 1));
+}
+
+#define HINT_FAILS(ranges, counts, step_count, words) \
+    FAILS(vbar_device_schedule_hint(world.device, ranges, counts, step_count), \
+          VBAR_STATUS_INVALID_ARGUMENT, words)
+
+CASE(vbar_device_schedule_hint) {
+    VbarRange good = {.bar = world.model_bar, .bytes = 1};
+    VbarRange pair[] = {good, good};
+    const size_t one = 1, two = 2, ones[] = {1, 1};
+    HINT_FAILS(NULL, &one, 1, "NULL");
+    HINT_FAILS(&good, NULL, 1, "NULL");
+    HINT_FAILS(unaligned(), &one, 1, "not aligned");
+    HINT_FAILS(&good, unaligned(), 1, "not aligned");
+    static const size_t many[] = {SIZE_MAX, SIZE_MAX / 24, SIZE_MAX / 48 + 1};
+    static const size_t steps[] = {SIZE_MAX, SIZE_MAX / 8, SIZE_MAX / 16 + 1};
+    for (size_t at = 0; at < COUNT_OF(many); at++) {
+        HINT_FAILS(&good, &one, steps[at], "larger than memory");
+        HINT_FAILS(&good, &many[at], 1, "larger than memory");
+    }
+    const size_t past[] = {SIZE_MAX, 1}, none[] = {1, 0};
+    HINT_FAILS(&good, past, 2, "larger than memory");
+    HINT_FAILS(&good, none, 2, "step 1 has no ranges");
+    EACH_BAD_ID(DEVICE, VbarDevice, bad, vbar_device_schedule_hint(bad, &good, &one, 1));
+    EACH_BAD_ID(BAR, VbarBar, bad,
+                vbar_device_schedule_hint(world.device,
+                                          (VbarRange[]){good, {.bar = bad, .bytes = 1}}, ones, 2));
+    pair[1] = (VbarRange){.bar = world.model_bar, .bar_offset = UINT64_MAX, .bytes = 2};
+    HINT_FAILS(pair, &two, 1, "2^64");
+    pair[1] = (VbarRange){.bar = world.model_bar, .bytes = UINT64_MAX};
+    HINT_FAILS(pair, ones, 2, NULL);
+    pair[1] = (VbarRange){.bar = world.bar, .bytes = 1};
+    HINT_FAILS(pair, ones, 2, "bound");
+    CHECK(is_untouched());
+    OK(vbar_device_schedule_hint(world.device, NULL, NULL, 0));
+    pair[1] = good;
+    OK(vbar_device_schedule_hint(world.device, pair, ones, 2));
+    OK(vbar_device_schedule_hint(world.device, pair, &two, 1));
+}
+
 CASE(vbar_token_unpin) {
     EACH_BAD_ID(TOKEN, VbarToken, bad, vbar_token_unpin(bad, 0));
     EACH_BAD_ID(TOKEN, VbarToken, bad, vbar_token_unpin(bad, VBAR_STREAM_NONE));
@@ -250,6 +302,8 @@ CASE(vbar_token_also_used_on) {
     EACH_BAD_ID(TOKEN, VbarToken, bad, vbar_token_also_used_on(bad, 0));
     if (on_gpu()) return;
     FAILS(vbar_token_also_used_on(world.token, 0xdead), VBAR_STATUS_DRIVER, "cuStream");
+    FAILS(vbar_token_also_used_on(world.token, VBAR_STREAM_NONE), VBAR_STATUS_UNSUPPORTED,
+          "no stream was named");
 }
 
 CASE(vbar_token_commit) {
@@ -304,6 +358,7 @@ const struct Case bar_cases[] = {
     ENTRY(vbar_bar_deprioritise),  ENTRY(vbar_bar_set_class),   ENTRY(vbar_bar_set_floor),
     ENTRY(vbar_bar_set_watermark), ENTRY(vbar_bar_free_memory), ENTRY(vbar_bar_end_of_run),
     ENTRY(vbar_bar_residency),     ENTRY(vbar_bar_fault),       ENTRY(vbar_device_fault_many),
+    ENTRY(vbar_bar_prefetch),      ENTRY(vbar_device_schedule_hint),
     {0},
 };
 

@@ -181,11 +181,11 @@ CASE(vbar_device_refresh) {
     EACH_BAD_ID(DEVICE, VbarDevice, bad, vbar_device_refresh(bad));
 }
 
-CASE(vbar_device_trim_host) {
-    BAD_PLACES(uint64_t, bad, vbar_device_trim_host(world.device, bad));
-    EACH_BAD_ID(DEVICE, VbarDevice, bad, vbar_device_trim_host(bad, untouched()));
+CASE(vbar_device_trim_host_frames) {
+    BAD_PLACES(uint64_t, bad, vbar_device_trim_host_frames(world.device, bad));
+    EACH_BAD_ID(DEVICE, VbarDevice, bad, vbar_device_trim_host_frames(bad, untouched()));
     uint64_t freed = 9;
-    OK(vbar_device_trim_host(world.device, &freed));
+    OK(vbar_device_trim_host_frames(world.device, &freed));
     CHECK(freed == 0);
 }
 
@@ -246,7 +246,19 @@ CASE(vbar_thread_set_wait_check) {
 }
 
 CASE(vbar_device_statistics) {
-    BAD_STRUCTS(VbarStatistics, bad, vbar_device_statistics(world.device, bad));
+    BAD_PLACES(VbarStatistics, bad, vbar_device_statistics(world.device, bad));
+    /* It has grown: a program of before is told what it knows, and not a byte more. */
+    const size_t before = offsetof(VbarStatistics, ahead_page_count);
+    const size_t sizes[] = {0, 1, sizeof(size_t), before - 1, 65537, SIZE_MAX};
+    for (size_t at = 0; at < COUNT_OF(sizes); at++) {
+        VbarStatistics *bad = untouched_struct(sizes[at]);
+        FAILS(vbar_device_statistics(world.device, bad), VBAR_STATUS_INVALID_ARGUMENT,
+              "size field");
+        CHECK(is_untouched());
+    }
+    VbarStatistics *old = untouched_struct(before);
+    OK(vbar_device_statistics(world.device, old));
+    CHECK(old->budget_bytes > 0 && old->ahead_page_count == UINT64_C(0xEEEEEEEEEEEEEEEE));
     EACH_BAD_ID(DEVICE, VbarDevice, bad,
                 vbar_device_statistics(bad, untouched_struct(sizeof(VbarStatistics))));
 }
@@ -272,7 +284,7 @@ const struct Case device_cases[] = {
     ENTRY(vbar_device_info),         ENTRY(vbar_device_set_budget),
     ENTRY(vbar_device_set_headroom), ENTRY(vbar_device_budget),
     ENTRY(vbar_device_refresh),      ENTRY(vbar_device_trim),
-    ENTRY(vbar_device_trim_host),
+    ENTRY(vbar_device_trim_host_frames),
     ENTRY(vbar_device_free_memory),  ENTRY(vbar_device_cancel_waits),
     ENTRY(vbar_device_statistics),   ENTRY(vbar_stream_retire),
     ENTRY(vbar_device_set_wait_timeout), ENTRY(vbar_thread_set_wait_check),

@@ -48,6 +48,14 @@ static void c_consumes_an_export(void) {
     VbarPage page;
     OK(vbar_bar_residency(world.bar, 0, 1, &page));
     uint32_t held = page.pin_count;
+    /* The pins are the consumer's: nobody takes them by the token that had them. */
+    FAILS(vbar_dlpack_export(fault.token, 0, &tensor, untouched()), VBAR_STATUS_STALE_TOKEN,
+          "exported");
+    CHECK(is_untouched());
+    FAILS(vbar_token_unpin(fault.token, 0), VBAR_STATUS_STALE_TOKEN, "exported");
+    FAILS(vbar_token_also_used_on(fault.token, 0), VBAR_STATUS_STALE_TOKEN, "exported");
+    OK(vbar_bar_residency(world.bar, 0, 1, &page));
+    CHECK(page.pin_count == held);
     managed->deleter(managed);
     OK(vbar_bar_residency(world.bar, 0, 1, &page));
     CHECK(page.pin_count == held - 1);

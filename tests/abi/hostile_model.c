@@ -147,9 +147,43 @@ CASE(vbar_model_fault) {
     CHECK(is_untouched());
 }
 
+CASE(vbar_model_prefetch) {
+    EACH_BAD_ID(MODEL, VbarModel, bad, vbar_model_prefetch(bad, 0));
+    for (size_t at = 0; at < edge_count; at++) {
+        if (edges[at] < 3) continue;
+        FAILS(vbar_model_prefetch(world.model, edges[at]), VBAR_STATUS_INVALID_ARGUMENT,
+              "3 tensors");
+    }
+    OK(vbar_model_prefetch(world.model, 2));
+}
+
+CASE(vbar_model_schedule_hint) {
+    uint64_t order[] = {2, 0};
+    EACH_BAD_ID(MODEL, VbarModel, bad, vbar_model_schedule_hint(bad, order, 2));
+    FAILS(vbar_model_schedule_hint(world.model, NULL, 1), VBAR_STATUS_INVALID_ARGUMENT, "NULL");
+    FAILS(vbar_model_schedule_hint(world.model, unaligned(), 1), VBAR_STATUS_INVALID_ARGUMENT,
+          "not aligned");
+    static const size_t many[] = {SIZE_MAX, SIZE_MAX / 8, SIZE_MAX / 16 + 1};
+    for (size_t at = 0; at < COUNT_OF(many); at++) {
+        FAILS(vbar_model_schedule_hint(world.model, order, many[at]),
+              VBAR_STATUS_INVALID_ARGUMENT, "larger than memory");
+    }
+    for (size_t at = 0; at < edge_count; at++) {
+        if (edges[at] < 3) continue;
+        order[1] = edges[at];
+        FAILS(vbar_model_schedule_hint(world.model, order, 2), VBAR_STATUS_INVALID_ARGUMENT,
+              "3 tensors");
+    }
+    CHECK(is_untouched());
+    order[1] = 0;
+    OK(vbar_model_schedule_hint(world.model, order, 2));
+    OK(vbar_model_schedule_hint(world.model, NULL, 0));
+}
+
 const struct Case model_cases[] = {
     ENTRY(vbar_model_open),  ENTRY(vbar_model_open_descriptor), ENTRY(vbar_model_close),
     ENTRY(vbar_model_info),  ENTRY(vbar_model_tensor),          ENTRY(vbar_model_find),
     ENTRY(vbar_model_metadata), ENTRY(vbar_model_file), ENTRY(vbar_model_fault),
+    ENTRY(vbar_model_prefetch), ENTRY(vbar_model_schedule_hint),
     {0},
 };

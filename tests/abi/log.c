@@ -59,6 +59,29 @@ static void a_callback_may_call_the_library(void) {
     CHECK(called == CHAIN);
 }
 
+static void call_in_vain(uint32_t level, const char *message, void *user) {
+    count_call(level, message, user);
+    FAILS(vbar_bar_destroy((VbarBar){0}), VBAR_STATUS_STALE_HANDLE, "no VBAR");
+}
+
+/* The caller gets the message of the call that it made. */
+static void a_callback_s_failure_is_its_own(void) {
+    called = 0;
+    OK(vbar_log_set_callback(call_in_vain, &called));
+    say();
+    CHECK(called >= 1 && strstr(vbar_last_message(), "63") != NULL);
+    const char *before = vbar_last_message();
+    VbarBar bar;
+    VbarDeviceOptions options = test_options(8);
+    VbarDevice other;
+    OK(vbar_device_open(&options, &other));
+    OK(vbar_bar_create(other, page_bytes(), &bar));
+    OK(vbar_bar_destroy_wait(bar));
+    OK(vbar_device_close(other));
+    CHECK(vbar_last_message() == before && strstr(before, "63") != NULL);
+    OK(vbar_log_set_callback(NULL, NULL));
+}
+
 /* A message that ends the callback. */
 static void stop(uint32_t level, const char *message, void *user) {
     count_call(level, message, user);
@@ -155,6 +178,7 @@ int main(void) {
     OK(vbar_log_set_level(VBAR_LOG_LEVEL_TRACE));
     a_callback_may_call_the_library();
     a_callback_may_end_itself();
+    a_callback_s_failure_is_its_own();
     one_place_is_not_heard_too_often();
     polling_cuts_messages_off();
     exchanged_callbacks_are_not_called();

@@ -29,6 +29,7 @@ pub(crate) const HEADERS: &[Header] = &[
             "token",
             "wait",
             "model",
+            "ahead",
             "dlpack",
             "statistics",
         ],

@@ -112,6 +112,32 @@ fn what_a_run_did_is_counted() {
 }
 
 #[test]
+fn a_run_fetches_ahead_unless_it_is_told_not_to() {
+    let (_folder, path) = model("8M");
+    let arguments = ["run", text(&path), "--budget", "50%", "--passes", "5", "--verify"];
+    let arguments = [&arguments[..], &["--device", SIM, "--page-size", "64K"]].concat();
+    for threads in ["on", "off"] {
+        let arguments = [&arguments[..], &["--threads", threads]].concat();
+        let report = json(0, &[&arguments[..], &["--json"]].concat());
+        check_run(&report, 5);
+        let ahead = number(&report, "pages_ahead");
+        assert_eq!(ahead > 0, threads == "on", "{report}");
+        assert_eq!(report["engine"].is_object(), threads == "on", "{report}");
+        let passes = report["passes"].as_array().unwrap();
+        let told: u64 = passes.iter().map(|pass| number(pass, "pages_ahead")).sum();
+        assert!(told <= ahead, "{report}");
+        let misses: u64 = passes.iter().map(|pass| number(pass, "refilled")).sum();
+        assert_eq!(number(&report, "misses"), misses);
+        let rates = passes.iter().chain([&report]).map(|of| of["hit_rate"].as_f64().unwrap());
+        assert!(rates.into_iter().all(|rate| (0.0..=1.0).contains(&rate)), "{report}");
+        assert!(report["copied_bytes_per_second"].as_f64().unwrap() > 0.0);
+        let shown = String::from_utf8(output(&arguments).stdout).unwrap();
+        assert!(shown.contains("% hits, ") && shown.contains("misses"), "{shown}");
+        assert_eq!(shown.contains("pages fetched before"), threads == "on", "{shown}");
+    }
+}
+
+#[test]
 fn a_wrong_byte_is_a_mismatch() {
     let (folder, path) = model("2M");
     let copy = folder.path().join("copy.safetensors");

@@ -6,7 +6,7 @@ use std::process::{Command, Stdio};
 use crate::program::{json, lines, output};
 
 const SUBCOMMANDS: &[&str] =
-    &["doctor", "inspect", "synth", "run", "trace", "stress", "completions"];
+    &["doctor", "inspect", "synth", "run", "trace", "stress", "bench", "completions"];
 
 /// The options and arguments that a subcommand's help lists: `--device`, `<MODEL>`, `[MODEL]`.
 fn listed(help: &str) -> Vec<String> {

@@ -22,7 +22,9 @@ fn check(code: i32, arguments: &[&str]) -> String {
 #[test]
 fn help_fits() {
     check(0, &["--help"]);
-    for subcommand in ["doctor", "inspect", "synth", "run", "trace", "stress", "completions"] {
+    for subcommand in
+        ["doctor", "inspect", "synth", "run", "trace", "stress", "bench", "completions"]
+    {
         check(0, &[subcommand, "--help"]);
     }
 }
@@ -50,6 +52,13 @@ fn a_run_fits_and_draws() {
     for expected in ["pages    # resident", "pass 2/2", "ok: every tensor"] {
         assert!(text.contains(expected), "{expected}: {text}");
     }
+}
+
+#[test]
+fn the_policies_fit() {
+    check(0, &["bench", "policy", "--help"]);
+    let text = check(0, &["bench", "policy", "--budgets", "20,50,80"]);
+    assert!(text.contains("belady"), "{text}");
 }
 
 #[test]

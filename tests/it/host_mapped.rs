@@ -166,7 +166,7 @@ fn the_hosts_allowance_is_kept() {
     bench.world.sim.ctx_synchronize().unwrap();
     bench.world.runtime.refresh().unwrap();
     assert_eq!(bench.host_pages(), 2);
-    assert_eq!(bench.world.runtime.trim_host().unwrap(), 2 * P);
+    assert_eq!(bench.world.runtime.trim_host_frames().unwrap(), 2 * P);
     assert_eq!(bench.world.sim.live_host_frames(), 0);
     bench.check_shut();
 }
@@ -252,7 +252,7 @@ fn poison_stands_in_for_what_left_the_host_and_no_stream_waits_for_the_bytes() {
         bench.check_bytes(&guard);
         assert_eq!(bench.world.runtime.numbers().poisoned_pages, 0);
         drop(guard);
-        assert_eq!(bench.world.runtime.trim_host().unwrap(), bench.pages() * P);
+        assert_eq!(bench.world.runtime.trim_host_frames().unwrap(), bench.pages() * P);
         assert_eq!(bench.world.runtime.numbers().poisoned_pages, bench.pages());
     }
     bench.check_shut();
@@ -381,7 +381,7 @@ fn check_threads(threads: Threads) {
             let allowed = [u64::MAX, 4 * P, 0][round % 3];
             bench.room.0.store(allowed, Ordering::Relaxed);
             world.runtime.refresh().unwrap();
-            world.runtime.trim_host().unwrap();
+            world.runtime.trim_host_frames().unwrap();
         }
     });
     assert_eq!(wrong.into_inner(), 0);
@@ -401,7 +401,7 @@ fn a_forked_child_leaves_it_alone() {
     let good = crate::forked::in_child(|| {
         let runtime = &bench.world.runtime;
         let all = ending(bench.bar.vbar().fault(whole, bench.world.stream).map(drop))
-            && ending(runtime.trim_host().map(drop));
+            && ending(runtime.trim_host_frames().map(drop));
         drop(guard);
         all && calls() == before
     });
@@ -435,6 +435,6 @@ fn pins_outlive_their_vbar_and_a_lost_device_is_left_alone() {
     let whole = 0..bench.bar.vbar().bytes();
     let error = bench.bar.vbar().fault(whole, bench.world.stream).unwrap_err();
     assert_eq!(error.code(), ErrorCode::DeviceLost);
-    assert_eq!(bench.world.runtime.trim_host().unwrap_err().code(), ErrorCode::DeviceLost);
+    assert_eq!(bench.world.runtime.trim_host_frames().unwrap_err().code(), ErrorCode::DeviceLost);
     assert_eq!(bench.host_pages(), bench.pages());
 }

@@ -4,6 +4,7 @@ import ctypes
 import gc
 import threading
 import unittest
+from unittest import mock
 
 import vbar
 from consumer import Consumed
@@ -109,6 +110,27 @@ class Exports(WithModel):
                 weight.view().__dlpack__()
             self.assertEqual(pins(self.model.bar), before)
             self.assertEqual(Consumed(weight.view("u8").__dlpack__()).shape, (24,))
+
+    def test_an_export_that_nobody_gets_leaves_no_pin(self):
+        with self.model.fault("F32") as weight:
+            before = pins(self.model.bar)
+            for version in (None, (1, 1)):
+                with mock.patch("vbar._dlpack._capsule", side_effect=MemoryError):
+                    with self.assertRaises(MemoryError):
+                        weight.view().__dlpack__(max_version=version)
+                self.assertEqual(pins(self.model.bar), before)
+        self.assertEqual(self.sim.violations(), 0)
+
+    def test_each_export_has_pins_of_its_own(self):
+        with self.model.fault("F32") as weight:
+            view = weight.view()
+            first, second = Consumed(view.__dlpack__()), Consumed(view.__dlpack__())
+            self.assertEqual(pins(self.model.bar), 3)
+            first.delete()
+            self.assertEqual(pins(self.model.bar), 2)
+            second.delete()
+            self.assertEqual(pins(self.model.bar), 1)
+        self.assertEqual(self.sim.violations(), 0)
 
     def test_scalars_and_empty_tensors_go(self):
         with self.model.fault("scalar") as weight:

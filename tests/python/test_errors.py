@@ -55,13 +55,13 @@ class Statuses(Case):
             said = self.check_raises(vbar.DriverError, lambda: bar.end_of_run(stream))
             self.assertRegex(str(said), "cuEventRecord.*INVALID_VALUE")
             self.check_raises(vbar.Unsupported, lambda: self.used_on_none(bar))
-            sim.fail("cuMemHostAlloc", count=1 << 40)
-            path = self.model_of({"a": ("U8", (4,), b"abcd")})
-            self.check_raises(
-                vbar.HostMemory, lambda: device.open_model(path), "slots", also=[MemoryError]
-            )
             sim.lose()
             self.check_raises(vbar.DeviceLost, lambda: bar.fault(PAGE, PAGE))
+        # More addresses than a process has.
+        huge = "sim:capacity=16T,devices=8"
+        self.check_raises(
+            vbar.HostMemory, lambda: vbar.Device(huge), "addresses", also=[MemoryError]
+        )
 
     def used_on_none(self, bar):
         with bar.fault(0, 1) as bytes:

@@ -493,7 +493,7 @@ class Models(Case):
                 self.assertEqual((bool(weight), weight.nbytes), (True, 3 * PAGE))
                 self.assertEqual(weight.reason, vbar.Reason.HOST_MAPPED)
                 self.assertEqual(device.statistics().host_mapped_bytes, 3 * PAGE)
-                self.assertEqual((device.trim_host(), device.statistics().used_bytes), (0, 0))
+                self.assertEqual((device.trim_host_frames(), device.statistics().used_bytes), (0, 0))
 
 
 class Debugging(Case):

@@ -2,6 +2,7 @@
 
 use vbar::driver::select::Selection;
 use vbar::model::synth::TOTAL_BYTES_MIN;
+use vbar::options::Threads;
 use vbar::units::{GIB, KIB, MIB, PageSize, format_bytes, parse_bytes};
 
 /// Bytes of a synthetic model.
@@ -36,6 +37,15 @@ pub(crate) fn device(text: &str) -> Result<Selection, String> {
 pub(crate) fn probability(text: &str) -> Result<f64, String> {
     let rate = text.parse::<f64>().map_err(|error| format!("'{text}': {error}"))?;
     if (0.0..=1.0).contains(&rate) { Ok(rate) } else { Err(format!("'{text}' is not in 0..1")) }
+}
+
+/// Whether the library has threads of its own.
+pub(crate) fn threads(text: &str) -> Result<Threads, String> {
+    match text {
+        "on" => Ok(Threads::On),
+        "off" => Ok(Threads::Off),
+        _ => Err(format!("'{text}' is neither on nor off")),
+    }
 }
 
 /// A budget: bytes, or a part of the model.
@@ -96,5 +106,7 @@ mod tests {
         assert_eq!(probability("0.25"), Ok(0.25));
         assert!(probability("1.5").is_err() && probability("x").is_err());
         assert!(probability("nan").is_err());
+        assert_eq!((threads("on"), threads("off")), (Ok(Threads::On), Ok(Threads::Off)));
+        assert!(threads("On").is_err() && threads("").is_err());
     }
 }

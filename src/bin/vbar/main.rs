@@ -4,6 +4,7 @@
 //! nothing here is needed by a program that uses it.
 
 mod arguments;
+mod bench;
 mod completions;
 mod compute;
 mod doctor;
@@ -45,6 +46,7 @@ const HELPS: &[(&str, Help)] = &[
     ("run", run::HELP),
     ("trace", trace::HELP),
     ("stress", stress::HELP),
+    ("bench", bench::HELP),
     ("completions", completions::HELP),
 ];
 
@@ -68,6 +70,7 @@ enum Command {
     Run(run::Arguments),
     Trace(trace::Arguments),
     Stress(stress::Arguments),
+    Bench(bench::Arguments),
     Completions(completions::Arguments),
     // For packagers, `make install` among them.
     #[command(hide = true)]
@@ -97,6 +100,7 @@ fn main() -> ExitCode {
         Command::Run(arguments) => run::run(arguments, &output),
         Command::Trace(arguments) => trace::trace(arguments, &output),
         Command::Stress(arguments) => stress::stress(arguments, &output),
+        Command::Bench(arguments) => bench::bench(arguments, &output),
         Command::Completions(arguments) => completions::completions(arguments, &output),
         Command::Man(_) => manual::manual(&output),
     };

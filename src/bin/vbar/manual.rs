@@ -103,10 +103,27 @@ fn render_subcommand(command: &Command, help: &Help, page: &mut Vec<u8>) -> std:
     let mut part = Vec::new();
     man.render_options_section(&mut part)?;
     without_heading(&part, page);
+    for own in command.get_subcommands().filter(|own| own.get_name() != "help") {
+        render_own(command, own, page)?;
+    }
     let mut roff = Roff::new();
     paragraphs(&mut roff, &["Exit status:"]);
     help.exit.iter().for_each(|(code, what)| item(&mut roff, &code.to_string(), what));
     roff.to_writer(page)
+}
+
+/// A subcommand of a subcommand: what it does and its options, below those of the other.
+fn render_own(command: &Command, own: &Command, page: &mut Vec<u8>) -> std::io::Result<()> {
+    let mut roff = Roff::new();
+    roff.control("PP", []);
+    roff.text([bold(format!("vbar {} {}", command.get_name(), own.get_name()))]);
+    let about = own.get_about().map(ToString::to_string).unwrap_or_default();
+    paragraphs(&mut roff, &[&*format!("{about}.")]);
+    roff.to_writer(page)?;
+    let mut part = Vec::new();
+    Man::new(own.clone()).render_options_section(&mut part)?;
+    without_heading(&part, page);
+    Ok(())
 }
 
 fn without_heading(part: &[u8], page: &mut Vec<u8>) {

@@ -171,6 +171,12 @@ fn complain(error: &Error) {
     let _ = writeln!(io::stderr(), "vbar: {}", look::printable(&text));
 }
 
+/// A speed for people.
+pub(crate) fn rate(bytes: u64, ms: f64) -> String {
+    let speed = megabytes_a_second(bytes, ms);
+    if speed < 1000.0 { format!("{speed:.0} MB/s") } else { format!("{:.2} GB/s", speed / 1e3) }
+}
+
 /// Bytes a second in MB, as links are rated: a million bytes.
 pub(crate) fn megabytes_a_second(bytes: u64, milliseconds: f64) -> f64 {
     if milliseconds <= 0.0 { 0.0 } else { bytes as f64 / 1e3 / milliseconds }

@@ -16,7 +16,7 @@ use std::sync::Arc;
 use clap::Args;
 use vbar::driver::select::{self, Opened, Selection};
 use vbar::host::model_files::Model;
-use vbar::options::HEADROOM_DEFAULT;
+use vbar::options::{HEADROOM_DEFAULT, Threads};
 use vbar::units::{PageSize, format_bytes};
 use vbar::{ModelBar, Result, Runtime, RuntimeOptions};
 
@@ -100,6 +100,9 @@ pub(crate) struct Settings {
     /// Bytes of a page [default: 16M, less for a budget of few pages]
     #[arg(long, value_parser = arguments::page_size, value_name = "N")]
     page_size: Option<PageSize>,
+    /// Whether the library works on threads of its own, which fetch ahead of need: on or off
+    #[arg(long, value_name = "on|off", default_value = "on", value_parser = arguments::threads)]
+    threads: Threads,
 }
 
 /// Runs the command.
@@ -131,6 +134,7 @@ pub(crate) fn carry_out(arguments: &Settings, output: &Output) -> Result<Report>
         budget_bytes: budget,
         headroom_bytes,
         page_size,
+        threads: Some(arguments.threads),
         ..RuntimeOptions::default()
     };
     let runtime = Runtime::open(Arc::clone(&opened.driver), opened.device, options)?;
@@ -197,7 +201,19 @@ fn stream(
         passes.push(report);
     }
     let (verifier, budget_changes) = (verifier.as_ref(), half.changes.take());
-    Ok(Report::new(Done { opened, bar: &bar, verifier, budget_bytes, budget_changes, passes }))
+    // What the engine knew; then it ends, so that the counts are of the passes and stand still.
+    let (threads, engine) = (runtime.threads(), runtime.engine_numbers());
+    runtime.set_threads(Threads::Off)?;
+    let engine = (threads == Threads::On).then_some(engine);
+    Ok(Report::new(Done {
+        opened,
+        bar: &bar,
+        verifier,
+        budget_bytes,
+        budget_changes,
+        passes,
+        engine,
+    }))
 }
 
 fn announce(bar: &ModelBar, budget_bytes: u64, screen: &Screen<'_>) {

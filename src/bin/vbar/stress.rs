@@ -2,8 +2,10 @@
 //!
 //! Owns the course of a run: set up, let the threads work, stop them now and then to look at the
 //! invariants, heal the driver, and see that nothing is left at the end. What the threads do is in
-//! `worker`, `uses` and `settings`; what must be true in `world`, `checks` and `invariants`.
+//! `worker`, `uses`,
+//! `ahead` and `settings`; what must be true in `world`, `checks` and `invariants`.
 
+mod ahead;
 mod checks;
 mod choice;
 mod invariants;
@@ -23,7 +25,7 @@ use indicatif::ProgressBar;
 use vbar::driver::select::{self, Opened, Selection};
 use vbar::driver::sim::{Sim, SimOptions};
 use vbar::model::synth::SyntheticModel;
-use vbar::options::Eviction;
+use vbar::options::{Eviction, Threads};
 use vbar::units::{KIB, PageSize};
 use vbar::{Error, ErrorCode, Result, Runtime, RuntimeOptions};
 
@@ -87,6 +89,9 @@ pub(crate) struct Arguments {
     /// Part of the driver's calls that fail, 0 to 1; simulated devices only
     #[arg(long, value_name = "RATE", default_value_t = 0.0, value_parser = arguments::probability)]
     fail: f64,
+    /// Whether the library works on threads of its own beside them: on or off
+    #[arg(long, value_name = "on|off", default_value = "on", value_parser = arguments::threads)]
+    library_threads: Threads,
 }
 
 /// Runs the command.
@@ -162,6 +167,7 @@ fn work(
         eviction: if seed % 4 == 3 { Eviction::Strict } else { Eviction::Aliasing },
         poll_interval: Duration::from_millis(1),
         heal_window: Duration::from_millis(20),
+        threads: Some(arguments.library_threads),
         ..RuntimeOptions::default()
     };
     let runtime = Runtime::open(Arc::clone(&opened.driver), opened.device, options)?;

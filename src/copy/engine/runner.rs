@@ -220,6 +220,8 @@ impl Runner {
         for (bar, kept) in &plan.kept {
             if let Some(bar) = self.bars.get(bar) {
                 pager.set_kept(bar, Some(Arc::clone(kept)));
+                // One copy is enough of what stays on the device.
+                pager.forget_locked(bar, kept.iter().copied());
             }
         }
         self.plans += 1;

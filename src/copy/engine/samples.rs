@@ -69,13 +69,22 @@ impl Samples {
         }
     }
 
-    /// The pins of a span were given back.
-    pub(super) fn end(&self, device: &Device, span: Span) {
+    /// The pins of a span were given back for work on `stream`. The stream of the fault is asked
+    /// nothing unless it is that one: it may have been destroyed.
+    pub(super) fn end(&self, device: &Device, span: Span, stream: Stream) {
         if !self.wanted.load(Acquire) {
             return;
         }
         let mut books = self.books.lock();
-        let Some((spans, start, stream)) = books.open.remove(&span) else { return };
+        let other = |(_, _, begun): &(Vec<Span>, Event, Stream)| *begun != stream;
+        if books.open.get(&span).is_none_or(|open| other(open) && !stream.is_none()) {
+            return;
+        }
+        let Some((spans, start, _)) = books.open.remove(&span) else { return };
+        if stream.is_none() {
+            books.free.push(start);
+            return;
+        }
         match record(device, &mut books.free, stream) {
             Ok(end) => books.pending.push_back(Pending { spans, start, end }),
             Err(_) => books.free.push(start),

@@ -8,7 +8,7 @@
 use std::sync::Arc;
 
 use super::Pager;
-use super::plan::{Backing, Claim, Protected, Take, Victim};
+use super::plan::{Asker, Backing, Claim, Protected, Take, Victim};
 use super::state::{Lingering, LingeringFrame};
 use crate::copy::fill::FillJob;
 use crate::counters;
@@ -51,6 +51,12 @@ struct Placed {
     before: Behind,
 }
 
+impl Placed {
+    fn frame(&self) -> FrameIndex {
+        self.frame.expect("every claim has its frame at the commit point")
+    }
+}
+
 /// What is behind a page without a frame.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Behind {
@@ -66,7 +72,7 @@ impl Behind {
 
 impl Pager {
     /// Gives every claim its frame, orders the writer behind the frames' former users, fills bound
-    /// pages and publishes them protected.
+    /// pages and publishes them, protected where a fault asked.
     pub(super) fn act(
         &self,
         claims: Vec<Claim>,
@@ -239,26 +245,20 @@ impl Pager {
                 }
             }
         }
-        let mut first_error = None;
         let mut published = Vec::with_capacity(placed.len());
-        let mut cleared = Cleared::default();
-        for entry in placed {
-            let frame = entry.frame.expect("every claim has its frame now");
-            let ready = match first_error {
-                None => self.make_ready(&entry.claim, writer, &mut cleared),
-                Some(_) => Err(None),
-            };
-            match ready {
-                Ok(ticket) => published.push(self.publish(&entry.claim, frame, ticket)),
-                Err(error) => {
-                    self.withdraw(&entry.claim, frame);
-                    first_error = first_error.or(error);
-                }
-            }
+        let mut is_published = vec![false; placed.len()];
+        let filled = self.make_ready(&placed, writer, &mut |index, ticket| {
+            let entry = &placed[index];
+            published.extend(self.publish(&entry.claim, entry.frame(), ticket));
+            is_published[index] = true;
+        });
+        // After the first failure the rest is not tried.
+        for (entry, _) in placed.iter().zip(is_published).filter(|(_, published)| !published) {
+            self.withdraw(&entry.claim, entry.frame());
         }
         self.changed.notify_all();
         self.trace_memory();
-        first_error.map_or(Ok(published), |error| Err(Failure::Error(error)))
+        filled.map_or_else(|error| Err(Failure::Error(error)), |()| Ok(published))
     }
 
     /// The old mapping goes now if its users have passed, else when they have.
@@ -282,51 +282,99 @@ impl Pager {
         });
     }
 
-    /// The ticket after which the page may be used: of the fill, or of the frame's former users.
-    /// `Err(None)` is a page that was not tried because an earlier one failed.
+    /// Calls `ready` for every claim with the ticket after which its page may be used: of the fill,
+    /// or of the frame's former users. Stops at the first failure.
     fn make_ready(
+        &self,
+        placed: &[Placed],
+        caller: Option<Writer>,
+        ready: &mut dyn FnMut(usize, Ticket),
+    ) -> Result<()> {
+        let (bound, bare): (Vec<usize>, Vec<usize>) =
+            (0..placed.len()).partition(|index| placed[*index].claim.bar.bound().is_some());
+        self.fill(placed, &bound, ready)?;
+        let mut cleared = None;
+        for index in bare {
+            let ticket = self.clear(&placed[index].claim, caller, &mut cleared)?;
+            ready(index, ticket);
+        }
+        Ok(())
+    }
+
+    /// Fills the bound pages among the claims, whose indexes are given.
+    fn fill(
+        &self,
+        placed: &[Placed],
+        bound: &[usize],
+        ready: &mut dyn FnMut(usize, Ticket),
+    ) -> Result<()> {
+        if bound.is_empty() {
+            return Ok(());
+        }
+        let jobs: Vec<FillJob<'_>> =
+            bound.iter().filter_map(|index| self.fill_job(&placed[*index].claim)).collect();
+        let filler = self.filler()?;
+        let mut filled = Ok(());
+        filler.fill_all(&jobs, &mut |job, result| {
+            let index = bound[job];
+            let ticket = result.and_then(|ticket| {
+                // A page between tensors has no copies; its frame's former users count all the
+                // same.
+                let idle = ticket.is_none() && !placed[index].claim.users.is_empty();
+                if idle { filler.fence() } else { Ok(ticket) }
+            });
+            match ticket {
+                Ok(ticket) if filled.is_ok() => ready(index, ticket),
+                Err(error) if filled.is_ok() => filled = Err(error),
+                _ => {}
+            }
+        });
+        filled
+    }
+
+    fn fill_job<'a>(&self, claim: &'a Claim) -> Option<FillJob<'a>> {
+        let bound = claim.bar.bound()?;
+        let start = claim.bar.page_size.offset_of(claim.page);
+        let target = start..start + self.page_bytes();
+        let (bar, page, keep) = (claim.bar.id, claim.page.0, claim.keep);
+        Some(FillJob { bound, base: claim.bar.space.base, target, bar, page, keep })
+    }
+
+    /// The ticket after which a page that the program fills may be written by anybody. `cleared`
+    /// is the one behind which the frames of the request are clear of their former users.
+    fn clear(
         &self,
         claim: &Claim,
         caller: Option<Writer>,
-        cleared: &mut Cleared,
-    ) -> std::result::Result<Ticket, Option<Error>> {
-        if let Some(bound) = claim.bar.bound() {
-            let _span = self.span_of_page(Kind::Fill, &claim.bar, claim.page);
-            let start = claim.bar.page_size.offset_of(claim.page);
-            let target = start..start + self.page_bytes();
-            let job = FillJob { bound, base: claim.bar.space.base, target };
-            let filler = self.filler().map_err(Some)?;
-            let ticket = filler.fill(&job).map_err(Some)?;
-            // A page between tensors has no copies; its frame's former users count all the same.
-            let idle = ticket.is_none() && !claim.users.is_empty();
-            return if idle { filler.fence().map_err(Some) } else { Ok(ticket) };
-        }
+        cleared: &mut Option<Ticket>,
+    ) -> Result<Ticket> {
         if claim.users.is_empty() {
             return Ok(Ticket::NONE);
         }
         // Another allocation in the same page may be written through another stream: that one has
         // to wait for the frame's former users as well, which the caller's stream does already.
-        if let Some(ticket) = cleared.ticket {
+        if let Some(ticket) = *cleared {
             return Ok(ticket);
         }
         let Writer { stream, slot } = caller.expect("frames in use are only taken for a stream");
         let slot = slot.expect("frames in use are only taken for a stream");
         let ticket = self.device.retry(|| self.device.fences.record(stream, slot));
-        let ticket = ticket.map_err(|error| Some(self.device.note(error)))?;
-        cleared.ticket = Some(ticket);
+        let ticket = ticket.map_err(|error| self.device.note(error))?;
+        *cleared = Some(ticket);
         Ok(ticket)
     }
 
-    fn publish(&self, claim: &Claim, frame: FrameIndex, ready: Ticket) -> Protected {
+    fn publish(&self, claim: &Claim, frame: FrameIndex, ready: Ticket) -> Option<Protected> {
         let page = claim.entry();
         page.set_frame(frame);
         if claim.backing == Backing::Host {
-            return self.publish_hosted(claim, ready);
+            return Some(self.publish_hosted(claim, ready));
         }
         let state = if ready.is_none() { PageState::Resident } else { PageState::Issued };
-        let generation = page.publish(state, 1, ready);
+        let pins = u32::from(claim.asker == Asker::Fault);
+        let generation = page.publish(state, pins, ready);
         self.state.lock().add_resident(claim.bar.id, claim.page, claim.streams);
-        Protected::new(Arc::clone(&claim.bar), claim.page, generation)
+        (pins > 0).then(|| Protected::new(Arc::clone(&claim.bar), claim.page, generation))
     }
 
     /// Takes a committed page back whose bytes did not arrive. Copies may be under way to it, and
@@ -460,12 +508,6 @@ impl Pager {
         }
         Failure::Error(self.device.note(error.into()))
     }
-}
-
-/// The fence behind which the frames of one request are clear of their former users.
-#[derive(Default)]
-struct Cleared {
-    ticket: Option<Ticket>,
 }
 
 impl Failure {

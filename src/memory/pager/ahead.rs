@@ -8,7 +8,7 @@
 use std::collections::{BTreeSet, HashSet};
 use std::sync::Arc;
 
-use super::plan::{Backing, Blocked, Claim, Take, Usable, take_pages, take_spare};
+use super::plan::{Asker, Backing, Blocked, Claim, Take, Usable, take_pages, take_spare};
 use super::state::{Life, State};
 use super::{Pager, Poll};
 use crate::copy::fill::Keep;
@@ -103,9 +103,11 @@ impl Pager {
         self.shrink()?;
         self.prepare_poison()?;
         let begin_ns = trace::begin();
-        let (claims, fetched) = {
+        let (claims, fetched, _under_way) = {
             let mut state = self.state.lock();
-            self.plan_ahead(&mut state, wanted, spent)
+            let (claims, fetched) = self.plan_ahead(&mut state, wanted, spent);
+            let under_way = UnderWay::new(self, &mut state, wanted, claims.len());
+            (claims, fetched, under_way)
         };
         if claims.is_empty() {
             return Ok(fetched);
@@ -113,8 +115,7 @@ impl Pager {
         let _span = self.span_of_claims(Kind::Prefetch, begin_ns, &claims);
         let (count, pages) = (claims.len() as u64, fetched.done);
         match self.act(claims, None) {
-            Ok(protected) => {
-                drop(protected);
+            Ok(_none) => {
                 crate::counters::add(&self.device.counters.pages_ahead, count);
                 Ok(Fetched { done: pages, ..fetched })
             }
@@ -218,6 +219,35 @@ impl Pager {
     }
 }
 
+/// A fetch whose frames have no page yet: a fault that lacks frames waits for its end.
+struct UnderWay<'a> {
+    pager: &'a Pager,
+    wanted: &'a [Wanted],
+    count: u32,
+}
+
+impl<'a> UnderWay<'a> {
+    fn new(pager: &'a Pager, state: &mut State, wanted: &'a [Wanted], claims: usize) -> Self {
+        let count = claims as u32;
+        state.ahead_count += count;
+        Self { pager, wanted, count }
+    }
+}
+
+impl Drop for UnderWay<'_> {
+    fn drop(&mut self) {
+        if self.count == 0 {
+            return;
+        }
+        self.pager.state.lock().ahead_count -= self.count;
+        self.pager.changed.notify_all();
+        // What it had claimed kept a VBAR that was closed meanwhile.
+        if let Some(closed) = self.wanted.iter().find(|wanted| wanted.page.bar.is_closed()) {
+            self.pager.tidy_closed(&closed.page.bar);
+        }
+    }
+}
+
 fn claim(state: &mut State, wanted: &Wanted, take: Take, users: Vec<Ticket>) -> Claim {
     if let Take::Victim(victim) = &take {
         state.remove_resident(victim.bar.id, victim.page);
@@ -227,7 +257,8 @@ fn claim(state: &mut State, wanted: &Wanted, take: Take, users: Vec<Ticket>) -> 
     debug_assert!(claimed.is_ok(), "absent pages are claimed under the lock only");
     let streams = wanted.role == Role::Streamed;
     let keep = if streams { Keep::Locked } else { Keep::No };
-    Claim { bar, page, take, users, streams, backing: Backing::Device, keep }
+    let (backing, asker) = (Backing::Device, Asker::Engine);
+    Claim { bar, page, take, users, streams, backing, keep, asker }
 }
 
 struct Search<'a> {

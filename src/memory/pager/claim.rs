@@ -25,6 +25,17 @@ pub(super) struct Claim {
     pub(super) backing: Backing,
     /// Whether its bytes are worth a place in page-locked memory.
     pub(super) keep: Keep,
+    pub(super) asker: Asker,
+}
+
+/// Who asked for a page.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum Asker {
+    /// A fault, which needs it together with others: protected until all are there.
+    Fault,
+    /// The engine, ahead of need. Nothing protects it: a program must not find pins of which it
+    /// has none, nor a fault pages that it cannot have.
+    Engine,
 }
 
 impl Claim {

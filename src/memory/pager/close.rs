@@ -41,6 +41,7 @@ impl Pager {
         if bar.note_closed() == Closer::First {
             self.start_closing(bar);
             self.tell_closed(bar);
+            self.forget_locked(bar, 0..bar.table.page_count());
         }
         self.tidy_closed(bar);
     }

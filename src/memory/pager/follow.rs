@@ -17,8 +17,9 @@ use crate::units::Stream;
 pub trait Follow: Send + Sync {
     /// A fault for work on `stream` has made these spans resident, all of them together.
     fn faulted(&self, device: &Device, spans: &[Span], stream: Stream);
-    /// The pins of a span were given back.
-    fn unpinned(&self, device: &Device, span: Span);
+    /// The pins of a span were given back by a caller that names `stream`, which is good during the
+    /// call; `Stream::NONE` where it names none.
+    fn unpinned(&self, device: &Device, span: Span, stream: Stream);
     /// The VBAR of this number was closed.
     fn closed(&self, bar: u32);
 }
@@ -48,9 +49,9 @@ impl Pager {
     }
 
     #[cold]
-    pub(super) fn tell_unpin(&self, bar: &Bar, pages: &Range<u32>) {
+    pub(super) fn tell_unpin(&self, bar: &Bar, pages: &Range<u32>, stream: Stream) {
         if let Some(follower) = self.follower() {
-            follower.unpinned(&self.device, span_of(bar, pages));
+            follower.unpinned(&self.device, span_of(bar, pages), stream);
         }
     }
 

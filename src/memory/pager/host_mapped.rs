@@ -14,7 +14,7 @@ use std::collections::HashSet;
 use std::sync::Arc;
 
 use super::act::Failure;
-use super::claim::{Backing, Claim, Protected, Take, Taken, Victim};
+use super::claim::{Asker, Backing, Claim, Protected, Take, Taken, Victim};
 use super::patience::Patience;
 use super::plan::{Blocked, PageOf, Usable, will_pass};
 use super::state::{Destination, State};
@@ -23,6 +23,7 @@ use crate::copy::fill::Keep;
 use crate::counters;
 use crate::driver::{CaptureState, DeviceAttribute, FrameHandle, HostNode};
 use crate::error::Result;
+use crate::host::mounts::SystemRoot;
 use crate::host::spare::{HostRoom, SystemRoom};
 use crate::memory::page_table::{Page, PageState, Pin};
 use crate::memory::vbar::Bar;
@@ -56,7 +57,9 @@ impl Host {
         if wanted && node.is_none() {
             log::warn!("device {} cannot map host memory: ranges are offloaded", device.ordinal);
         }
-        let room = Mutex::new(Arc::new(SystemRoom::default()) as Arc<dyn HostRoom>);
+        let root = device.options.system_root.as_ref().map(SystemRoot::new).unwrap_or_default();
+        let room = SystemRoom::new(root, device.options.host_allowance);
+        let room = Mutex::new(Arc::new(room) as Arc<dyn HostRoom>);
         Self { node, refused: AtomicBool::new(false), room }
     }
 }
@@ -288,7 +291,7 @@ impl Pager {
     ///
     /// # Errors
     /// `DeviceLost`, `ProcessEnding`, or what the driver says.
-    pub fn trim_host(&self) -> Result<u64> {
+    pub fn trim_host_frames(&self) -> Result<u64> {
         let trim = || {
             self.device.check()?;
             let _scope = self.device.enter()?;
@@ -364,9 +367,10 @@ fn needed_pages(requests: &[Request<'_>]) -> u64 {
 fn claim((bar, page): PageOf<'_>) -> Claim {
     let claimed = bar.table.page(page).claim();
     debug_assert!(claimed.is_ok(), "absent pages are claimed under the lock only");
-    let (bar, take, users, backing) = (Arc::clone(bar), Take::Create, Vec::new(), Backing::Host);
+    let (bar, take, users) = (Arc::clone(bar), Take::Create, Vec::new());
+    let (backing, asker) = (Backing::Host, Asker::Fault);
     // One copy in the host's memory is enough.
-    Claim { bar, page, take, users, streams: false, backing, keep: Keep::No }
+    Claim { bar, page, take, users, streams: false, backing, keep: Keep::No, asker }
 }
 
 /// Whether a page with a host frame is pinned by nobody and its uses are over; under the lock.

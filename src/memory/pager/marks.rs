@@ -472,11 +472,4 @@ impl Pager {
             closing_bars: state.closing,
         }
     }
-
-    /// Page-locked bytes that the pager holds.
-    #[must_use]
-    pub fn locked_bytes(&self) -> u64 {
-        let filler = self.filler.try_lock();
-        filler.and_then(|filler| Some(filler.as_ref()?.locked_bytes())).unwrap_or(0)
-    }
 }

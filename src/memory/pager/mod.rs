@@ -12,6 +12,7 @@ mod claim;
 mod close;
 mod follow;
 mod hold;
+mod host;
 mod host_mapped;
 mod marks;
 mod messages;
@@ -35,8 +36,9 @@ use crate::error::{Error, ErrorCode, Result};
 use crate::memory::budget::Budget;
 use crate::memory::page_table::{Page, PageState, Pin};
 use crate::memory::vbar::Bar;
-use crate::options::{Eviction, HEADROOM_DEFAULT};
+use crate::options::{Eviction, HEADROOM_DEFAULT, Threads};
 use crate::outcome::{Reason, Refusal, WaitKind};
+use crate::slots::thread::{self, Thread};
 use crate::sync::device::Device;
 use crate::sync::fence::StreamSlot;
 use crate::sync::ticket::Ticket;
@@ -67,6 +69,8 @@ pub struct Pager {
     state: Mutex<State>,
     changed: Condvar,
     filler: Mutex<Option<Arc<Filler>>>,
+    /// Whether the filler has threads that read; locked while that changes.
+    reading: Mutex<Threads>,
     reclaim: Mutex<Option<Weak<dyn Reclaim>>>,
     follower: OnceLock<Weak<dyn Follow>>,
     host: Host,
@@ -114,6 +118,7 @@ impl Pager {
             state: Mutex::new(State::new(budget, options.poison)),
             changed: Condvar::new(),
             filler: Mutex::new(None),
+            reading: Mutex::new(options.threads.unwrap_or_default()),
             reclaim: Mutex::new(None),
             follower: OnceLock::new(),
             host: Host::of(&device),
@@ -133,7 +138,7 @@ impl Pager {
         pages: Range<u32>,
         stream: Stream,
     ) -> Result<Faulted<Hold>> {
-        match self.hit(bar, &pages, stream)? {
+        match thread::with(|thread| self.hit(thread, bar, &pages, stream))? {
             Some(hit) => Ok(Faulted::Resident(hit.into_hold())),
             None => self.fault_otherwise(bar, pages, stream),
         }
@@ -146,8 +151,14 @@ impl Pager {
     /// # Errors
     /// As [`Pager::fault`].
     #[inline(always)]
-    pub fn hit(&self, bar: &Arc<Bar>, pages: &Range<u32>, stream: Stream) -> Result<Option<Hit>> {
-        match self.plain_hit(bar, pages, stream) {
+    pub fn hit(
+        &self,
+        thread: &Thread,
+        bar: &Arc<Bar>,
+        pages: &Range<u32>,
+        stream: Stream,
+    ) -> Result<Option<Hit>> {
+        match self.plain_hit(thread, bar, pages, stream) {
             Ok(Some(hit)) => {
                 if self.is_followed(bar) {
                     self.tell_fault(&[Request { bar, pages: pages.clone() }], stream);
@@ -160,7 +171,13 @@ impl Pager {
     }
 
     #[inline(always)]
-    fn plain_hit(&self, bar: &Arc<Bar>, pages: &Range<u32>, stream: Stream) -> Result<Option<Hit>> {
+    fn plain_hit(
+        &self,
+        thread: &Thread,
+        bar: &Arc<Bar>,
+        pages: &Range<u32>,
+        stream: Stream,
+    ) -> Result<Option<Hit>> {
         if pages.len() != 1 || stream.is_implicit() || bar.is_closed() || trace::is_on() {
             return Ok(None);
         }
@@ -179,7 +196,7 @@ impl Pager {
         if word.state != PageState::Resident && !self.is_ready(page, slot) {
             self.order_or_unpin(bar, &hit.into_hold(), capture)?;
         }
-        self.device.counters.hits.raise();
+        self.device.counters.hits.raise(thread);
         Ok(Some(hit))
     }
 
@@ -219,7 +236,7 @@ impl Pager {
             if capture == CaptureState::Active {
                 self.keep_or_unpin(bar, &mut hold)?;
             }
-            self.device.counters.hits.raise();
+            thread::with(|thread| self.device.counters.hits.raise(thread));
             if self.is_followed(bar) {
                 self.tell_fault(&[Request { bar, pages }], stream);
             }
@@ -531,26 +548,6 @@ impl Pager {
 
     fn page_bytes(&self) -> u64 {
         self.device.options.page_size.bytes()
-    }
-
-    /// The filler, made at the first binding; the context is current.
-    pub(in crate::memory) fn filler(&self) -> Result<Arc<Filler>> {
-        let mut filler = self.filler.lock();
-        if let Some(filler) = &*filler {
-            return Ok(Arc::clone(filler));
-        }
-        let made = Arc::new(Filler::new(Arc::clone(&self.device))?);
-        *filler = Some(Arc::clone(&made));
-        Ok(made)
-    }
-
-    /// Makes the staging ring and the fill stream ready, before work that they would stop.
-    ///
-    /// # Errors
-    /// `HostMemory`, or what the driver says.
-    pub fn prepare_filler(&self) -> Result<()> {
-        let made = self.device.enter().and_then(|_scope| self.filler());
-        made.map(drop).map_err(|error| self.told(error, "staging ring and fill stream"))
     }
 }
 

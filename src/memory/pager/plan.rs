@@ -26,7 +26,7 @@ use crate::sync::fence::Cover;
 use crate::sync::ticket::Ticket;
 use crate::units::PageIndex;
 
-pub(super) use super::claim::{Backing, Claim, Protected, Take, Taken, Victim};
+pub(super) use super::claim::{Asker, Backing, Claim, Protected, Take, Taken, Victim};
 
 /// Which frames a request can use.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -318,7 +318,8 @@ fn claim(
                     role == Role::Streamed
                 });
             let keep = if planned == Some(Role::Streamed) { Keep::Locked } else { Keep::No };
-            Claim { bar, page, take, users, streams, backing: Backing::Device, keep }
+            let (backing, asker) = (Backing::Device, Asker::Fault);
+            Claim { bar, page, take, users, streams, backing, keep, asker }
         })
         .collect()
 }
@@ -355,6 +356,9 @@ impl Blocked {
             Reason::DriverMemory
         } else if too_large {
             Reason::TooLarge
+        } else if state.ahead_count > 0 {
+            // The frames of a fetch can be had in a moment; who is in the line has them first.
+            return Stop::Wait(WaitKind::Frame);
         } else if self.pending > 0 {
             if strict {
                 return Stop::Wait(WaitKind::Frame);

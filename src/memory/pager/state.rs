@@ -130,6 +130,8 @@ pub(super) struct State {
     pub(super) closing_next: Option<Instant>,
     /// The extents of all VBARs that are not, together.
     pub(super) extents: u64,
+    /// Pages that the engine is fetching now: their frames have no page yet.
+    pub(super) ahead_count: u32,
     /// Requests that wait for frames, in the order in which they came.
     pub(super) queue: VecDeque<u64>,
     next_turn: u64,
@@ -153,6 +155,7 @@ impl State {
             closing: 0,
             closing_next: None,
             extents: 0,
+            ahead_count: 0,
             queue: VecDeque::new(),
             next_turn: 0,
             newest: 0,

@@ -42,7 +42,7 @@ impl Pager {
     fn end_use(&self, bar: &Bar, hold: &Hold) -> Result<()> {
         let dropped = self.drop_pins(bar, hold);
         if self.is_followed(bar) {
-            self.tell_unpin(bar, &hold.pages);
+            self.tell_unpin(bar, &hold.pages, hold.stream);
         }
         dropped
     }
@@ -132,7 +132,10 @@ impl Pager {
             let recorded = self.device.retry(|| self.device.fences.record(stream, slot));
             return recorded.map_err(|error| self.device.note(error));
         }
-        let text = "work on a stream that is being captured runs later: it has no fence";
+        let text = match stream.is_none() {
+            true => "no stream was named, which would be the one that uses the bytes",
+            false => "work on a stream that is being captured runs later: it has no fence",
+        };
         Err(Error::new(ErrorCode::Unsupported, text))
     }
 

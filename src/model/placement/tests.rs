@@ -224,6 +224,8 @@ fn a_budget_that_moves_by_so_many_pages_moves_so_many() {
             let kept = after.iter().filter(|page| before.contains(page)).count();
             assert_eq!(before.len().max(after.len()) - kept, moved, "{frames}");
         }
+        let cut = ranking.place(500, 40).unwrap().cut();
+        assert_eq!(ranking.at(cut).residents(), before);
         assert_eq!(at(500), before, "a budget that comes back finds what it had");
     }
 }

@@ -87,7 +87,7 @@ TEST(memory_is_counted_and_given_back) {
     CHECK_EQ(freed.shortfall, vbar::Shortfall::all_pinned);
     CHECK_EQ(freed.pinned_count, 1U);
     CHECK_EQ(sim.device.statistics().evicted_page_count, 3U);
-    CHECK_EQ(sim.device.trim_host(), 0U);
+    CHECK_EQ(sim.device.trim_host_frames(), 0U);
     CHECK_EQ(sim.device.trim(0), sim.device.statistics().free_bytes);
     CHECK_EQ(sim.device.statistics().used_bytes, PAGE);
 }

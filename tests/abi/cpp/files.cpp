@@ -90,6 +90,34 @@ TEST(a_faulted_tensor_has_the_files_bytes) {
     CHECK_EQ(again->unpin(), Status::ok);
 }
 
+TEST(an_order_and_wishes_are_advice_and_checked) {
+    Sim sim;
+    Folder folder;
+    const vbar::Model model =
+        sim.device.open_model(folder.write("model.safetensors", safetensors()));
+    const vbar::BarView bar = model.bar();
+    model.prefetch(2);
+    bar.prefetch(0, 8);
+    const std::vector<std::uint64_t> order{1, 0, 2};
+    model.schedule_hint(order);
+    const std::vector<VbarRange> ranges{bar.range(0, 8), bar.range(512, 8), bar.range(0, 0)};
+    const std::vector<std::size_t> counts{2, 1};
+    sim.device.schedule_hint(ranges, counts);
+    sim.device.schedule_hint({}, {});
+
+    const std::vector<std::size_t> fewer{2}, more{2, 2}, none{0, 3};
+    for (const auto &wrong : {fewer, more, none}) {
+        CHECK_THROWS(invalid_argument, sim.device.schedule_hint(ranges, wrong));
+    }
+    const std::vector<std::uint64_t> past{0, 3};
+    CHECK_THROWS(invalid_argument, model.schedule_hint(past));
+    CHECK_THROWS(invalid_argument, model.prefetch(3));
+    CHECK_THROWS(invalid_argument, bar.prefetch(UINT64_MAX, 2));
+    // There is no engine here that would do anything.
+    const vbar::Statistics told = sim.device.statistics();
+    CHECK(told.ahead_page_count == 0 && told.engine_plan_count == 0 && told.used_bytes == 0);
+}
+
 TEST(a_model_is_opened_by_descriptor) {
     Sim sim;
     Folder folder;
@@ -198,7 +226,7 @@ TEST(a_range_larger_than_the_budget_is_read_from_the_host) {
     // The budget is the others', as here the word's that the sum goes to.
     CHECK_EQ(check::Word(device, stream).sum(guard->address(), guard->bytes()),
              check::sum(pattern(tensor.bytes, tensor.seed)));
-    CHECK_EQ(device.trim_host(), 0U);
+    CHECK_EQ(device.trim_host_frames(), 0U);
 
     const VbarRange ranges[] = {{bar.get(), 0, PAGE}, {bar.get(), 0, 3 * PAGE}};
     auto all = device.fault_many(ranges, stream);
@@ -207,7 +235,7 @@ TEST(a_range_larger_than_the_budget_is_read_from_the_host) {
     guard->reset();
     CHECK(!fault.host_mapped());
     stream.synchronize();
-    CHECK_EQ(device.trim_host(), 4 * PAGE);
+    CHECK_EQ(device.trim_host_frames(), 4 * PAGE);
     CHECK_EQ(device.statistics().host_mapped_bytes, 0U);
 }
 

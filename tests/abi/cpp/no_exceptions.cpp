@@ -47,6 +47,10 @@ int fails_by_status(const vbar::Device &device) {
     const vbar::Result<vbar::Model> model = device.try_open_model("/nowhere/model.safetensors");
     REQUIRE(model.status() == vbar::Status::io);
     REQUIRE(vbar::Model().try_tensor(0).status() == vbar::Status::stale_handle);
+    REQUIRE(vbar::Model().try_prefetch(0).status() == vbar::Status::stale_handle);
+    REQUIRE(vbar::Model().try_schedule_hint({}).status() == vbar::Status::stale_handle);
+    REQUIRE(vbar::BarView().try_prefetch(0, 1).status() == vbar::Status::stale_handle);
+    REQUIRE(device.try_schedule_hint({}, {}).ok());
     REQUIRE(device.try_statistics()->used_bytes <= 8 * PAGE);
     REQUIRE(vbar::try_set_log_level(static_cast<vbar::LogLevel>(99)).status() ==
             vbar::Status::invalid_argument);

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use vbar::trace::{self, Kind};
 use vbar::{Fault, ModelBar, Result};
 
-use super::screen::Screen;
+use super::screen::{Screen, Seen};
 use super::verify::{Round, Verifier};
 use crate::compute::Compute;
 
@@ -23,10 +23,20 @@ pub(super) struct Counted {
     pub(super) refilled: u64,
     /// Faults that were refused.
     pub(super) offloaded: u64,
+    /// Pages that were fetched before a fault asked for them.
+    pub(super) pages_ahead: u64,
     pub(super) bytes_copied: u64,
     /// Bytes of the tensors that were resident when they were used.
     pub(super) bytes_resident: u64,
     pub(super) mismatches: u64,
+}
+
+impl Counted {
+    /// Of the faults so far, the part that found every page resident.
+    pub(super) fn hit_rate(&self) -> f64 {
+        let faults = self.resident + self.refilled + self.offloaded;
+        self.resident as f64 / faults.max(1) as f64
+    }
 }
 
 /// What every pass needs.
@@ -45,7 +55,7 @@ impl Course<'_> {
     ) -> Result<Counted> {
         let _span = trace::span(Kind::Pass).device(self.compute.device().ordinal);
         let start = Instant::now();
-        let filled_before = self.filled_bytes();
+        let (filled_before, ahead_before) = (self.filled_bytes(), self.pages_ahead());
         let mut counted = Counted::default();
         let mut round = verifier.map(|verifier| verifier.begin(self.compute)).transpose()?;
         let count = self.bar.model().tensors().len();
@@ -62,6 +72,7 @@ impl Course<'_> {
             None => self.compute.synchronize()?,
         }
         counted.bytes_copied += self.filled_bytes() - filled_before;
+        counted.pages_ahead = self.pages_ahead() - ahead_before;
         counted.time = start.elapsed();
         Ok(counted)
     }
@@ -95,7 +106,12 @@ impl Course<'_> {
                     }
                 }
             }
-            self.screen.step(|| self.bar.vbar().draw(u32::MAX));
+            self.screen.step(|| Seen {
+                strip: self.bar.vbar().draw(u32::MAX),
+                counted: *counted,
+                pages_ahead: self.pages_ahead(),
+                filled_bytes: self.filled_bytes(),
+            });
         }
         Ok(())
     }
@@ -110,6 +126,10 @@ impl Course<'_> {
 
     fn misses(&self) -> u64 {
         self.compute.device().counters.misses.load(Ordering::Relaxed)
+    }
+
+    fn pages_ahead(&self) -> u64 {
+        self.compute.device().counters.pages_ahead.load(Ordering::Relaxed)
     }
 
     fn filled_bytes(&self) -> u64 {

@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 
 use serde::Serialize;
 use vbar::ModelBar;
+use vbar::copy::engine::EngineNumbers;
 use vbar::driver::select::Opened;
 use vbar::runtime::Statistics;
 use vbar::units::format_bytes;
@@ -12,7 +13,7 @@ use super::pass::Counted;
 use super::verify::Verifier;
 use crate::arguments::argument_of_bytes;
 use crate::doctor::has_virtual_memory;
-use crate::output::{Output, megabytes_a_second};
+use crate::output::{Output, rate};
 
 /// A run whose resident part of the bytes used is below one of so many says little.
 const HARDLY_PARTS: u64 = 100;
@@ -26,6 +27,8 @@ pub(super) struct PassReport {
     offloaded: u64,
     bytes_copied: u64,
     mismatches: u64,
+    hit_rate: f64,
+    pages_ahead: u64,
     #[serde(skip)]
     bytes_resident: u64,
 }
@@ -46,6 +49,23 @@ struct Wait {
     ms: f64,
 }
 
+/// What the engine knew at the end.
+#[derive(Serialize, Clone, Copy)]
+struct Engine {
+    trust: u64,
+    departures: u64,
+    plans: u64,
+    planned_pages: u64,
+    kept_pages: u64,
+}
+
+impl From<EngineNumbers> for Engine {
+    fn from(numbers: EngineNumbers) -> Self {
+        let EngineNumbers { trust, departures, plans, planned_pages, kept_pages, .. } = numbers;
+        Self { trust, departures, plans, planned_pages, kept_pages }
+    }
+}
+
 /// What a run leaves behind.
 pub(super) struct Done<'a> {
     pub(super) opened: &'a Opened,
@@ -54,6 +74,8 @@ pub(super) struct Done<'a> {
     pub(super) budget_bytes: u64,
     pub(super) budget_changes: Vec<BudgetChange>,
     pub(super) passes: Vec<PassReport>,
+    /// `None` without threads.
+    pub(super) engine: Option<EngineNumbers>,
 }
 
 /// The whole run. The serialized fields are part of the program's interface.
@@ -72,6 +94,16 @@ pub(crate) struct Report {
     evicted_pages: u64,
     refusals: BTreeMap<&'static str, u64>,
     waits: BTreeMap<&'static str, Wait>,
+    /// Of all faults, the part that found every page resident.
+    hit_rate: f64,
+    /// Faults that had to fill a page.
+    misses: u64,
+    /// Pages that were fetched before a fault asked for them.
+    pages_ahead: u64,
+    /// Bytes copied to the device, by the time of all passes.
+    copied_bytes_per_second: f64,
+    /// None without threads.
+    engine: Option<Engine>,
     /// That the numbers say little, and what to do.
     warning: Option<String>,
     pub(crate) ok: bool,
@@ -83,8 +115,19 @@ impl From<Counted> for PassReport {
     fn from(counted: Counted) -> Self {
         let Counted { time, resident, refilled, offloaded, .. } = counted;
         let Counted { bytes_copied, bytes_resident, mismatches, .. } = counted;
-        let ms = time.as_secs_f64() * 1e3;
-        Self { ms, resident, refilled, offloaded, bytes_copied, bytes_resident, mismatches }
+        let (ms, hit_rate) = (time.as_secs_f64() * 1e3, counted.hit_rate());
+        let pages_ahead = counted.pages_ahead;
+        Self {
+            ms,
+            resident,
+            refilled,
+            offloaded,
+            bytes_copied,
+            mismatches,
+            hit_rate,
+            pages_ahead,
+            bytes_resident,
+        }
     }
 }
 
@@ -92,13 +135,15 @@ impl PassReport {
     /// One line of the table; without a rate where nothing was resident.
     pub(super) fn line(&self) -> String {
         let Self { ms, resident, refilled, offloaded, bytes_copied, mismatches, .. } = self;
+        let (hits, pages_ahead) = (100.0 * self.hit_rate, self.pages_ahead);
         let rate = match self.bytes_resident {
             0 => String::new(),
-            _ => format!("{:.0} MB/s", megabytes_a_second(*bytes_copied, *ms)),
+            _ => rate(*bytes_copied, *ms),
         };
         format!(
             "{ms:>9.1} ms  resident {resident:>5}  refilled {refilled:>5}  offloaded \
-             {offloaded:>5}  copied {:>10}  {rate:>12}  mismatches {mismatches}",
+             {offloaded:>5}  hits {hits:>5.1} %  ahead {pages_ahead:>5}  copied {:>10}  \
+             {rate:>12}  mismatches {mismatches}",
             format_bytes(*bytes_copied),
         )
     }
@@ -107,13 +152,17 @@ impl PassReport {
 impl Report {
     pub(super) fn new(done: Done<'_>) -> Self {
         let warning = done.warning();
-        let Done { opened, bar, verifier, budget_bytes, budget_changes, passes } = done;
+        let Done { opened, bar, verifier, budget_bytes, budget_changes, passes, engine } = done;
         let (model, runtime) = (bar.model(), bar.vbar().runtime());
         let statistics = runtime.statistics();
         let waits = statistics.waits.iter().map(|(kind, wait)| {
             (kind.word(), Wait { count: wait.count, ms: wait.total.as_secs_f64() * 1e3 })
         });
         let refusals = statistics.refusals.iter().map(|(reason, count)| (reason.word(), *count));
+        let sum = |of: fn(&PassReport) -> u64| passes.iter().map(of).sum::<u64>();
+        let (hits, misses) = (sum(|pass| pass.resident), sum(|pass| pass.refilled));
+        let faults = hits + misses + sum(|pass| pass.offloaded);
+        let seconds: f64 = passes.iter().map(|pass| pass.ms / 1e3).sum();
         Self {
             device: opened.how.clone(),
             model_bytes: model.total_bytes(),
@@ -124,13 +173,18 @@ impl Report {
             peak_locked_bytes: statistics.locked_bytes + verifier.map_or(0, Verifier::locked_bytes),
             verified: verifier.is_some(),
             ok: passes.iter().all(|pass| pass.mismatches == 0),
-            passes,
             budget_changes,
             evicted_pages: statistics.pages_evicted,
             refusals: refusals.collect(),
             waits: waits.collect(),
+            hit_rate: hits as f64 / faults.max(1) as f64,
+            misses,
+            pages_ahead: statistics.pages_ahead,
+            copied_bytes_per_second: sum(|pass| pass.bytes_copied) as f64 / seconds.max(1e-9),
+            engine: engine.map(Engine::from),
             warning,
             statistics,
+            passes,
         }
     }
 
@@ -140,10 +194,10 @@ impl Report {
         let ms: f64 = self.passes.iter().map(|pass| pass.ms).sum();
         let (copied, used) =
             (sum(|pass| pass.bytes_copied), self.model_bytes * self.passes.len() as u64);
-        let rate = |bytes| match self.warning {
+        let at = |bytes| match self.warning {
             // It would be the rate of something else.
             Some(_) => String::new(),
-            None => format!(" ({:.0} MB/s)", megabytes_a_second(bytes, ms)),
+            None => format!(" ({})", rate(bytes, ms)),
         };
         output.labelled(
             "total",
@@ -151,9 +205,9 @@ impl Report {
                 "{} used in {:.2} s{}, {} copied{}",
                 format_bytes(used),
                 ms / 1e3,
-                rate(used),
+                at(used),
                 format_bytes(copied),
-                rate(copied)
+                at(copied)
             ),
         );
         output.labelled(
@@ -178,6 +232,18 @@ impl Report {
 
     fn show_statistics(&self, output: &Output) {
         let Statistics { pages_mapped, pages_evicted, pages_aliased, .. } = self.statistics;
+        let (hits, misses, pages_ahead) = (100.0 * self.hit_rate, self.misses, self.pages_ahead);
+        output.labelled("faults", format!("{hits:.1} % hits, {misses} misses"));
+        if let Some(Engine { plans, planned_pages, kept_pages, departures, .. }) = self.engine {
+            output.labelled(
+                "ahead",
+                format!(
+                    "{pages_ahead} pages fetched before they were asked for; {plans} plans, the \
+                     last keeps {kept_pages} of {planned_pages} pages; {departures} departures \
+                     from the order"
+                ),
+            );
+        }
         output.labelled(
             "pages",
             format!(

@@ -8,7 +8,8 @@ use std::time::{Duration, Instant};
 
 use indicatif::{ProgressBar, ProgressStyle};
 
-use crate::output::Output;
+use super::pass::Counted;
+use crate::output::{Output, rate};
 
 /// How often the strip is drawn anew.
 const STRIP_INTERVAL: Duration = Duration::from_millis(60);
@@ -17,11 +18,21 @@ const LEGEND: &str = "# resident, i on its way, P pinned, ! leaving, . absent";
 /// Room beside the strip, in columns.
 const MARGIN: usize = 2;
 
+/// What there is to be seen in the middle of a pass; the last two are of the whole run.
+pub(super) struct Seen {
+    /// A drawing of the pages.
+    pub(super) strip: String,
+    pub(super) counted: Counted,
+    pub(super) pages_ahead: u64,
+    pub(super) filled_bytes: u64,
+}
+
 /// See the module's text.
 pub(super) struct Screen<'a> {
     output: &'a Output,
     bar: RefCell<ProgressBar>,
-    drawn_at: Cell<Option<Instant>>,
+    /// When it was drawn last, and how many bytes had been copied then.
+    drawn_at: Cell<Option<(Instant, u64)>>,
     has_legend: Cell<bool>,
 }
 
@@ -53,23 +64,31 @@ impl<'a> Screen<'a> {
             self.labelled("pages", LEGEND);
         }
         let template = format!(
-            "pass {}/{of}  [{{wide_bar}}] {{pos}}/{{len}} tensors {{elapsed}}\n{{msg}}",
+            "pass {}/{of}  [{{wide_bar}}] {{pos}}/{{len}} tensors {{elapsed}}\n{{prefix}}\n{{msg}}",
             number + 1
         );
         *self.bar.borrow_mut() = self.bar_of(count, &template);
     }
 
-    /// Another tensor is done. `strip` draws the pages and is called when it is time to.
-    pub(super) fn step(&self, strip: impl FnOnce() -> String) {
+    /// Another tensor is done. `seen` is called when it is time to draw.
+    pub(super) fn step(&self, seen: impl FnOnce() -> Seen) {
         let bar = self.bar.borrow();
         if bar.is_hidden() {
             return;
         }
-        let now = Instant::now();
-        if self.drawn_at.get().is_none_or(|at| now - at >= STRIP_INTERVAL) {
-            self.drawn_at.set(Some(now));
-            let columns = usize::from(console::Term::stderr().size().1);
-            bar.set_message(compress(&strip(), columns.saturating_sub(MARGIN)));
+        let (now, before) = (Instant::now(), self.drawn_at.get());
+        if before.is_none_or(|(at, _)| now - at >= STRIP_INTERVAL) {
+            let Seen { strip, counted, pages_ahead, filled_bytes } = seen();
+            self.drawn_at.set(Some((now, filled_bytes)));
+            let columns = usize::from(console::Term::stderr().size().1).saturating_sub(MARGIN);
+            bar.set_message(compress(&strip, columns));
+            let speed = before.map_or_else(String::new, |(at, filled)| {
+                let ms = (now - at).as_secs_f64() * 1e3;
+                format!("  {}", rate(filled_bytes - filled, ms))
+            });
+            let (hits, misses) = (100.0 * counted.hit_rate(), counted.refilled);
+            let numbers = format!("hits {hits:.0} %  misses {misses}  ahead {pages_ahead}{speed}");
+            bar.set_prefix(numbers.chars().take(columns).collect::<String>());
         }
         bar.inc(1);
     }

@@ -230,11 +230,10 @@ impl Round<'_> {
         while done < entry.bytes {
             let bytes = (entry.bytes - done).min(self.layout.chunk_bytes);
             let length = bytes as usize;
-            let slot = self.staging.take(device)?;
-            slot.with(|memory| {
-                file.read_exact_at(entry.offset + done, &mut memory.bytes_mut()[..length])
-            })?;
-            slot.with(|memory| memory.copy_to_device(0..length, chunk, stream))?;
+            let mut slot = self.staging.take(device)?;
+            let memory = slot.memory();
+            file.read_exact_at(entry.offset + done, &mut memory.bytes_mut()[..length])?;
+            memory.copy_to_device(0..length, chunk, stream)?;
             slot.give_back(self.fence()?);
             self.compute.add_checksum(chunk, bytes, done / WORD_BYTES, target)?;
             done += bytes;

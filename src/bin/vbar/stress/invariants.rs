@@ -2,14 +2,19 @@
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
 
 use vbar::Result;
 use vbar::memory::pager::HeldPins;
+use vbar::options::Threads;
 use vbar::units::Stream;
 
 use super::journal::Journal;
 use super::settings::FLOOR_MAX;
 use super::world::{Bare, Bound, World};
+
+/// What the library's own threads are in the middle of is done by then.
+const PATIENCE: Duration = Duration::from_secs(2);
 
 /// Stops the threads for a moment and looks. `thread_pages`: pages that their checks pin.
 pub(super) fn look(world: &World, thread_pages: u64) {
@@ -17,7 +22,7 @@ pub(super) fn look(world: &World, thread_pages: u64) {
     look_at_books(world);
     // With injected failures this may fail; then there is nothing to compare.
     if settle(world).is_ok() {
-        look_at_budget(world, thread_pages);
+        must_become_true(world, || budget_complaint(world, thread_pages));
         look_at_books(world);
     }
 }
@@ -41,17 +46,35 @@ fn look_at_books(world: &World) {
     }
     let Some(sim) = &world.sim else { return };
     sim.violations().into_iter().for_each(|text| journal.violation(format!("device: {text}")));
-    let numbers = world.runtime.numbers();
-    let (ours, theirs) = (numbers.used_bytes, sim.used_bytes(world.device));
-    // A mapping that lingers may keep the memory of a frame whose handle is released.
-    let lingering = numbers.lingering_mappings * world.page_bytes();
-    if !(ours..=ours + lingering).contains(&theirs) {
-        journal.violation(format!("{ours} bytes of frames are held, the device has {theirs}"));
+    must_become_true(world, || {
+        let numbers = world.runtime.numbers();
+        let (ours, theirs) = (numbers.used_bytes, sim.used_bytes(world.device));
+        // A mapping that lingers may keep the memory of a frame whose handle is released.
+        let lingering = numbers.lingering_mappings * world.page_bytes();
+        match (ours..=ours + lingering).contains(&theirs) {
+            true => None,
+            false => Some(format!("{ours} bytes of frames are held, the device has {theirs}")),
+        }
+    });
+}
+
+/// What `complaint` returns is a violation. The library's own threads do not stop for a look: where
+/// there are any, it is asked again until it has none, for a while.
+fn must_become_true(world: &World, complaint: impl Fn() -> Option<String>) {
+    let start = Instant::now();
+    while let Some(text) = complaint() {
+        if world.runtime.threads() == Threads::Off || start.elapsed() > PATIENCE {
+            return world.journal.violation(text);
+        }
+        std::thread::sleep(Duration::from_millis(1));
+        if let Err(error) = settle(world) {
+            log::debug!("looking again: {error}");
+        }
     }
 }
 
 /// Nothing beyond the budget but what is pinned or below a floor.
-fn look_at_budget(world: &World, thread_pages: u64) {
+fn budget_complaint(world: &World, thread_pages: u64) -> Option<String> {
     let numbers = world.runtime.numbers();
     let marks = all_marks(world);
     let floors = marks.iter().map(|marks| u64::from(marks.floor)).sum::<u64>();
@@ -60,11 +83,11 @@ fn look_at_budget(world: &World, thread_pages: u64) {
     let held = world.held_pages.load(Ordering::Relaxed);
     let kept = floors + others * u64::from(FLOOR_MAX) + held + thread_pages;
     let allowed = numbers.budget_bytes.max(kept * world.page_bytes());
-    if numbers.used_bytes - numbers.quarantined_bytes > allowed {
-        let drawn = drawings(world);
-        let text = format!("{kept} pages are kept, and more is used: {numbers:?}, pages {drawn:?}");
-        world.journal.violation(text);
+    if numbers.used_bytes - numbers.quarantined_bytes <= allowed {
+        return None;
     }
+    let drawn = drawings(world);
+    Some(format!("{kept} pages are kept, and more is used: {numbers:?}, pages {drawn:?}"))
 }
 
 /// The pages of all VBARs that have a frame, with their numbers.

@@ -27,6 +27,8 @@ pub(super) struct Worker<'w> {
     pub(super) number: usize,
     pub(super) choice: Choice,
     pub(super) checks: Checks<'w>,
+    /// Tensor that comes next where they are used in order.
+    pub(super) next_tensor: usize,
     streams: Vec<Stream>,
     held: Vec<Held>,
 }
@@ -67,12 +69,16 @@ impl<'w> Worker<'w> {
         let streams: Vec<Stream> = streams.collect::<std::result::Result<_, _>>()?;
         let checks = Checks::new(world, streams.clone())?;
         let choice = Choice::new(seed, number as u64);
-        Ok(Self { world, number, choice, checks, streams, held: Vec::new() })
+        let (next_tensor, held) = (0, Vec::new());
+        Ok(Self { world, number, choice, checks, next_tensor, streams, held })
     }
 
-    const OPERATIONS: [Operation<'w>; 22] = [
-        (380, "allocation", Self::use_piece),
-        (570, "tensor", Self::use_tensor),
+    const OPERATIONS: [Operation<'w>; 25] = [
+        (340, "allocation", Self::use_piece),
+        (500, "tensor", Self::use_tensor),
+        (560, "tensors in order", Self::use_in_order),
+        (566, "wish", Self::wish),
+        (570, "hint", Self::hint),
         (630, "part of a tensor", Self::use_part),
         (680, "fault_many", Self::use_many),
         (710, "nested", Self::use_nested),

@@ -1,0 +1,368 @@
+//! The way of a batch of fills: sources chosen, reads under way ahead of the copies, which are in
+//! order.
+//!
+//! A span begins when it has a place: its window in the cache, a new window, or a slot of the ring.
+//! Its reading is handed to the threads, or done at once where there are none. The oldest span is
+//! ended first: its read is waited for, its files are compared with what they were, its copy is
+//! enqueued, and its place goes back with the fence's ticket. Whoever waits for a slot has none
+//! himself, so two batches never wait for each other.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::time::Duration;
+
+use crate::copy::cache::WindowLease;
+use crate::copy::fill::{FillJob, Filler, Keep, register};
+use crate::copy::readers::Readers;
+use crate::copy::span::{After, PieceRead, Span, SpanRead, count, pieces};
+use crate::copy::staging::StagingSlot;
+use crate::counters;
+use crate::driver::{DriverCode, DriverError};
+use crate::error::{Error, Result};
+use crate::host::bound::Bound;
+use crate::host::locked::LockedSlot;
+use crate::host::pageable::PageableMemory;
+use crate::outcome::WaitKind;
+use crate::sync::ticket::Ticket;
+use crate::trace::{self, Kind};
+use crate::units::MIB;
+
+/// Spans that are begun before the first of them has ended.
+const AHEAD_MAX: usize = 16;
+/// A read that is waited for is left for so long before the ring is looked at again.
+const LOOK: Duration = Duration::from_micros(500);
+/// Copies of ordinary memory are made in pieces of this size.
+const PAGEABLE_BYTES: usize = 2 * MIB as usize;
+
+/// See the module's text.
+pub(super) struct Pipeline<'a> {
+    filler: &'a Filler,
+    readers: Option<Arc<Readers>>,
+    jobs: &'a [FillJob<'a>],
+    /// Not begun.
+    spans: VecDeque<Span>,
+    next_job: usize,
+    begun: VecDeque<(Span, Begun)>,
+}
+
+/// Where a span's bytes are, or will be.
+enum Begun {
+    /// There are none.
+    Nothing,
+    /// In the page-locked cache.
+    Cached(WindowLease),
+    /// On their way there.
+    Reading { place: Place, read: Arc<SpanRead>, pad: usize },
+    /// In their file: they go through ordinary memory.
+    Pageable,
+    /// It could not be found out.
+    Failed(Error),
+}
+
+/// Where bytes are read to.
+enum Place {
+    Slot(StagingSlot),
+    Window(WindowLease),
+}
+
+/// Whether a span must have a place now.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Hurry {
+    /// It is the oldest: a slot is waited for.
+    Yes,
+    /// Others are under way.
+    No,
+}
+
+impl Place {
+    fn memory(&mut self) -> &mut LockedSlot {
+        match self {
+            Self::Slot(slot) => slot.memory(),
+            Self::Window(window) => window.memory(),
+        }
+    }
+}
+
+impl<'a> Pipeline<'a> {
+    pub(super) fn new(
+        filler: &'a Filler,
+        readers: Option<Arc<Readers>>,
+        jobs: &'a [FillJob<'a>],
+    ) -> Self {
+        let (spans, begun) = Default::default();
+        Self { filler, readers, jobs, spans, next_job: 0, begun }
+    }
+
+    pub(super) fn run(mut self, each: &mut dyn FnMut(usize, Result<Ticket>)) {
+        let mut ready = Ticket::NONE;
+        loop {
+            self.begin_more(Hurry::Yes);
+            let Some((span, begun)) = self.begun.pop_front() else { return };
+            let (job, is_last) = (span.job, span.is_last);
+            match self.end(&span, begun) {
+                Ok(ticket) if ticket.is_none() => {}
+                Ok(ticket) => ready = ticket,
+                Err(error) => {
+                    self.give_up();
+                    each(job, Err(error));
+                    return;
+                }
+            }
+            if is_last {
+                each(job, Ok(std::mem::replace(&mut ready, Ticket::NONE)));
+            }
+        }
+    }
+
+    /// Begins as many spans as have a place; in a hurry, one at least.
+    fn begin_more(&mut self, hurry: Hurry) {
+        let ahead = if self.readers.is_some() { AHEAD_MAX } else { 1 };
+        while self.begun.len() < ahead && !matches!(self.begun.back(), Some((_, Begun::Failed(_))))
+        {
+            let Some(span) = self.next_span() else { return };
+            let hurry = if self.begun.is_empty() { hurry } else { Hurry::No };
+            match self.begin(&span, hurry) {
+                Ok(Some(begun)) => self.begun.push_back((span, begun)),
+                Ok(None) => return self.spans.push_front(span),
+                Err(error) => self.begun.push_back((span, Begun::Failed(error))),
+            }
+        }
+    }
+
+    fn next_span(&mut self) -> Option<Span> {
+        if self.spans.is_empty() {
+            let job = self.jobs.get(self.next_job)?;
+            let slot_bytes = self.filler.part_bytes();
+            self.spans.extend(Span::of_job(self.next_job, job.bound, &job.target, slot_bytes));
+            self.next_job += 1;
+        }
+        self.spans.pop_front()
+    }
+
+    /// `None` when it has no place yet.
+    fn begin(&mut self, span: &Span, hurry: Hurry) -> Result<Option<Begun>> {
+        if span.segments.is_empty() {
+            return Ok(Some(Begun::Nothing));
+        }
+        let (filler, job) = (self.filler, &self.jobs[span.job]);
+        let key = filler.key(job.bar, span.bytes.start);
+        if let Some(window) = filler.cache.find(key) {
+            return Ok(Some(Begun::Cached(window)));
+        }
+        if job.keep == Keep::Locked
+            && self.readers.is_some()
+            && let Some(window) = filler.cache.window_for(key)
+        {
+            return Ok(Some(self.read(span, job.bound, Place::Window(window))));
+        }
+        if filler.staging.slot_count() == 0 {
+            return Ok(Some(Begun::Pageable));
+        }
+        let slot = match (filler.staging.try_take(&filler.device)?, hurry) {
+            (None, Hurry::No) => {
+                self.readers.iter().for_each(|readers| filler.grow(readers));
+                return Ok(None);
+            }
+            (None, Hurry::Yes) => filler.staging.take(&filler.device)?,
+            (Some(slot), _) => slot,
+        };
+        Ok(Some(self.read(span, job.bound, Place::Slot(slot))))
+    }
+
+    /// Has a span read to its place.
+    fn read(&self, span: &Span, bound: &Arc<Bound>, mut place: Place) -> Begun {
+        let device = &self.filler.device;
+        let reading = self.filler.reading(bound);
+        let first = bound.file(span.segments[0].file);
+        let direct = reading.may_be_direct().then(|| first.direct()).flatten();
+        let pad = direct.map_or(0, |direct| span.pad(direct.alignment()));
+        let after = match &mut place {
+            Place::Slot(_) => None,
+            Place::Window(window) => {
+                window.pad = pad;
+                Some(self.after(span, bound, window))
+            }
+        };
+        let pieces = pieces(span, pad);
+        let parts = place.memory().lend(pieces.iter().map(|piece| piece.place.clone()));
+        let read = SpanRead::new(pieces.len(), after);
+        let tasks = pieces.into_iter().zip(parts).enumerate().map(|(index, (piece, part))| {
+            let (device, file) = (Arc::clone(device), Arc::clone(bound.file(piece.file)));
+            let (span, source, memory) = (Arc::clone(&read), piece.source, Some(part));
+            let piece = PieceRead { device, span, index, file, source, reading, memory };
+            Box::new(move || piece.run()) as Box<dyn FnOnce() + Send>
+        });
+        match &self.readers {
+            Some(readers) => readers.submit(tasks),
+            None => tasks.for_each(|task| task()),
+        }
+        Begun::Reading { place, read, pad }
+    }
+
+    /// What follows the reading of a window: it is locked, and its bytes are in memory once only.
+    fn after(&self, span: &Span, bound: &Arc<Bound>, window: &mut WindowLease) -> After {
+        let (device, bound) = (Arc::clone(&self.filler.device), Arc::clone(bound));
+        let registrar = window.memory().registrar();
+        let is_locked = window.memory().is_locked();
+        let extents = span.segments.iter().map(|segment| {
+            let start = segment.source_offset;
+            (segment.file, start..start + segment.bytes())
+        });
+        let extents = extents.collect::<Vec<_>>();
+        Box::new(move || {
+            if !is_locked {
+                register(&device, || registrar.register())?;
+            }
+            extents.iter().for_each(|(file, range)| bound.file(*file).drop_cached(range));
+            Ok(())
+        })
+    }
+
+    fn end(&mut self, span: &Span, begun: Begun) -> Result<Ticket> {
+        let bound = self.jobs[span.job].bound;
+        match begun {
+            Begun::Nothing => Ok(Ticket::NONE),
+            Begun::Failed(error) => Err(error),
+            Begun::Pageable => self.copy_pageable(span, bound),
+            Begun::Cached(window) => self.copy_cached(span, bound, window),
+            Begun::Reading { place, read, pad } => {
+                if let Err(error) = self.wait(&read) {
+                    read.give_up(place);
+                    return Err(error);
+                }
+                self.copy_read(span, bound, (place, pad), &read)
+            }
+        }
+    }
+
+    /// Waits for a read, and begins others meanwhile.
+    fn wait(&mut self, read: &SpanRead) -> Result<()> {
+        if read.wait(Duration::ZERO) {
+            return Ok(());
+        }
+        let device = Arc::clone(&self.filler.device);
+        let wait = device.wait(WaitKind::Read);
+        loop {
+            let patience = wait.check()?;
+            if read.wait(patience.min(LOOK)) {
+                return Ok(());
+            }
+            self.begin_more(Hurry::No);
+        }
+    }
+
+    fn copy_cached(&self, span: &Span, bound: &Bound, mut window: WindowLease) -> Result<Ticket> {
+        if let Err(error) = span.check_unchanged(bound) {
+            let ticket = window.ticket();
+            window.discard(ticket);
+            return Err(error);
+        }
+        let pad = window.pad;
+        let (free_at, copied) = self.copy(span, window.memory(), pad);
+        let length = span.len() as u64;
+        // An earlier copy comes first on the same stream.
+        let free_at = if free_at.is_none() { window.ticket() } else { free_at };
+        window.keep(free_at);
+        if copied.is_ok() {
+            counters::add(&self.filler.device.counters.sources.locked_cache, length);
+        }
+        copied
+    }
+
+    fn copy_read(
+        &self,
+        span: &Span,
+        bound: &Bound,
+        (mut place, pad): (Place, usize),
+        read: &SpanRead,
+    ) -> Result<Ticket> {
+        let end = read.end();
+        end.read?;
+        // After the reads: bytes of a file that changed meanwhile must not count as the model's.
+        span.check_unchanged(bound)?;
+        if let Err(error) = end.after
+            && self.filler.cache.refuse()
+        {
+            self.filler.tell(&error);
+        }
+        let (free_at, copied) = self.copy(span, place.memory(), pad);
+        let is_locked = place.memory().is_locked();
+        match place {
+            Place::Slot(slot) => slot.give_back(free_at),
+            Place::Window(window) if !is_locked => {
+                // Copied as ordinary memory is, which it stays: it goes when the copy is done.
+                match self.filler.wait() {
+                    Ok(()) => drop(window),
+                    Err(_) => window.leak(),
+                }
+            }
+            Place::Window(window) if copied.is_ok() => window.keep(free_at),
+            Place::Window(window) => window.discard(free_at),
+        }
+        copied
+    }
+
+    /// Enqueues a span's copy. Returns when its memory is free again, too.
+    fn copy(&self, span: &Span, memory: &mut LockedSlot, pad: usize) -> (Ticket, Result<Ticket>) {
+        let (filler, length) = (self.filler, span.len());
+        let target = self.jobs[span.job].base.offset(span.bytes.start);
+        let _traced = self.trace_copy(span);
+        let copy = || memory.copy_to_device(pad..pad + length, target, filler.stream);
+        if let Err(error) = filler.device.retry(copy) {
+            return (Ticket::NONE, Err(filler.device.note(error.into())));
+        }
+        match filler.fence() {
+            Ok(ticket) => {
+                counters::add(&filler.device.counters.bytes_filled, length as u64);
+                (ticket, Ok(ticket))
+            }
+            // The copy is enqueued and no fence covers it: only the stream's end tells when the
+            // memory is free again, or else a wait for the context.
+            Err(error) if filler.wait().is_ok() => (Ticket::NONE, Err(error)),
+            Err(error) => (filler.device.fences.unrecorded_stamp(), Err(error)),
+        }
+    }
+
+    fn trace_copy(&self, span: &Span) -> trace::Guard {
+        let (job, filler) = (&self.jobs[span.job], self.filler);
+        let copied = trace::span(Kind::Copy).device(filler.device.ordinal).stream(filler.stream);
+        copied.pages(job.bar, job.page..job.page + 1).bytes(span.len() as u64)
+    }
+
+    /// The whole way through ordinary memory, at a tenth of the link.
+    fn copy_pageable(&self, span: &Span, bound: &Arc<Bound>) -> Result<Ticket> {
+        let (filler, device) = (self.filler, &self.filler.device);
+        let reading = filler.reading(bound);
+        let base = self.jobs[span.job].base.offset(span.bytes.start);
+        let mut memory = PageableMemory::new(&device.driver, PAGEABLE_BYTES.min(span.len()));
+        for piece in pieces(span, 0) {
+            let (mut source, mut place) = (piece.source, piece.place);
+            while !place.is_empty() {
+                let length = place.len().min(memory.bytes_mut().len());
+                let target = &mut memory.bytes_mut()[..length];
+                let bytes = bound.file(piece.file).read_by(reading, source, target)?;
+                count(&device.counters.sources, bytes);
+                let target = base.offset(place.start as u64);
+                let copy = || match memory.is_given_up() {
+                    false => memory.copy_to_device(0..length, target, filler.stream),
+                    true => Err(DriverError::new("cuStreamSynchronize", DriverCode::UNKNOWN)),
+                };
+                device.retry(copy).map_err(|error| device.note(error.into()))?;
+                source += length as u64;
+                place.start += length;
+            }
+        }
+        span.check_unchanged(bound)?;
+        counters::add(&device.counters.bytes_filled, span.len() as u64);
+        filler.fence()
+    }
+
+    /// Lets go of what was begun and is not wanted any more.
+    fn give_up(&mut self) {
+        for (_, begun) in self.begun.drain(..) {
+            if let Begun::Reading { place, read, .. } = begun {
+                read.give_up(place);
+            }
+        }
+    }
+}

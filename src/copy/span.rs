@@ -1,0 +1,307 @@
+//! A span, the bytes of one fill that fit into one slot, and its reading by several threads.
+//!
+//! [`pieces`] cuts a span into reads of at most 1 MiB; a [`SpanRead`] counts them to the end and
+//! keeps the first failure. Whoever gives a read up leaves the slot with it, which comes free with
+//! the last piece: nobody waits for a disk that does not answer.
+
+use std::ops::Range;
+use std::sync::Arc;
+use std::time::Duration;
+
+use crate::counters::{self, Sources};
+use crate::error::{Error, ErrorCode, Result};
+use crate::host::bound::Bound;
+use crate::host::locked::LentPart;
+use crate::host::reading::Reading;
+use crate::host::source::ModelFile;
+use crate::model::binding::{Encoding, Segment};
+use crate::sync::device::Device;
+use crate::sync::{AtomicBool, Condvar, Mutex, Relaxed};
+use crate::trace::{self, Kind};
+use crate::units::{MIB, align_up};
+
+/// Bytes of one read: enough to be quick, and few enough that all threads share a page.
+const PIECE_BYTES: u64 = MIB;
+/// Gaps in a file that are read along rather than skipped by another call.
+const GAP_BYTES_MAX: u64 = 32 << 10;
+
+/// See the module's text.
+pub(super) struct Span {
+    /// Index of the job that it belongs to.
+    pub(super) job: usize,
+    /// From the first byte that comes from a file to the last, in the VBAR; empty without any.
+    pub(super) bytes: Range<u64>,
+    pub(super) segments: Vec<Segment>,
+    /// Whether it is the last of its job.
+    pub(super) is_last: bool,
+}
+
+impl Span {
+    /// The spans of a job over `target`, in slots of `slot_bytes`; one that is empty where the
+    /// whole target has no bytes of its own.
+    pub(super) fn of_job(
+        job: usize,
+        bound: &Bound,
+        target: &Range<u64>,
+        slot_bytes: u64,
+    ) -> Vec<Self> {
+        let mut spans = Vec::new();
+        let mut start = target.start;
+        while start < target.end {
+            let end = target.end.min(start + slot_bytes);
+            let segments = bound.binding().segments_of(start..end);
+            if let (Some(first), Some(last)) = (segments.first(), segments.last()) {
+                let bytes = first.target.start..last.target.end;
+                spans.push(Self { job, bytes, segments, is_last: false });
+            }
+            start = end;
+        }
+        if spans.is_empty() {
+            let bytes = target.start..target.start;
+            spans.push(Self { job, bytes, segments: Vec::new(), is_last: false });
+        }
+        spans.last_mut().expect("there is one at least").is_last = true;
+        spans
+    }
+
+    pub(super) fn len(&self) -> usize {
+        (self.bytes.end - self.bytes.start) as usize
+    }
+
+    /// Compares the files that it comes from with what they were.
+    pub(super) fn check_unchanged(&self, bound: &Bound) -> Result<()> {
+        let mut files: Vec<usize> = self.segments.iter().map(|segment| segment.file).collect();
+        files.dedup();
+        files.into_iter().try_for_each(|file| bound.file(file).check_unchanged())
+    }
+
+    /// Room to leave before the span in its slot, so that its largest run of bytes lies there as
+    /// it does in the file, for reads of multiples of `alignment`.
+    pub(super) fn pad(&self, alignment: u64) -> usize {
+        let largest = runs(&self.segments).into_iter().max_by_key(|run| run.bytes);
+        largest.map_or(0, |run| {
+            let within = run.target - self.bytes.start;
+            (run.source.wrapping_sub(within) % alignment) as usize
+        })
+    }
+}
+
+/// Bytes that lie together in a file and in the VBAR.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+struct Run {
+    file: usize,
+    source: u64,
+    target: u64,
+    bytes: u64,
+}
+
+/// Segments joined where one read does for several.
+fn runs(segments: &[Segment]) -> Vec<Run> {
+    let mut runs: Vec<Run> = Vec::new();
+    for segment in segments {
+        let Encoding::Raw = segment.encoding;
+        let (file, source, target) = (segment.file, segment.source_offset, segment.target.start);
+        if let Some(last) = runs.last_mut() {
+            let gap = target - (last.target + last.bytes);
+            if last.file == file && gap <= GAP_BYTES_MAX && last.source + last.bytes + gap == source
+            {
+                last.bytes += gap + segment.bytes();
+                continue;
+            }
+        }
+        runs.push(Run { file, source, target, bytes: segment.bytes() });
+    }
+    runs
+}
+
+/// One read: of which file, from where, and to where in the slot.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub(super) struct Piece {
+    pub(super) file: usize,
+    pub(super) source: u64,
+    pub(super) place: Range<usize>,
+}
+
+/// The reads of a span that lies `pad` bytes into its slot, in order. They are cut at multiples of
+/// their size in the file, as direct reads want it.
+pub(super) fn pieces(span: &Span, pad: usize) -> Vec<Piece> {
+    let mut pieces = Vec::new();
+    for run in runs(&span.segments) {
+        let mut done = 0;
+        while done < run.bytes {
+            let source = run.source + done;
+            let cut = align_up(source + 1, PIECE_BYTES).unwrap_or(u64::MAX) - source;
+            let bytes = cut.min(run.bytes - done);
+            let start = pad + (run.target + done - span.bytes.start) as usize;
+            let place = start..start + bytes as usize;
+            pieces.push(Piece { file: run.file, source, place });
+            done += bytes;
+        }
+    }
+    pieces
+}
+
+/// What is done after the last piece, on the thread that read it: locks a window.
+pub(super) type After = Box<dyn FnOnce() -> Result<()> + Send>;
+
+/// The reading of one span.
+pub(super) struct SpanRead {
+    state: Mutex<State>,
+    done: Condvar,
+    /// Nobody wants the bytes any more.
+    given_up: AtomicBool,
+}
+
+struct State {
+    pending: usize,
+    is_done: bool,
+    /// The failure of the first piece that failed, in the order of pieces.
+    failure: Option<(usize, Error)>,
+    after: Option<After>,
+    after_failure: Option<Error>,
+    /// The slot, of a read that was given up.
+    left: Option<Box<dyn Send>>,
+}
+
+/// How a read ended.
+pub(super) struct ReadEnd {
+    pub(super) read: Result<()>,
+    /// What was to be done after it.
+    pub(super) after: Result<()>,
+}
+
+impl SpanRead {
+    pub(super) fn new(pieces: usize, after: Option<After>) -> Arc<Self> {
+        let state = State {
+            pending: pieces,
+            is_done: false,
+            failure: None,
+            after,
+            after_failure: None,
+            left: None,
+        };
+        let (state, done) = (Mutex::new(state), Condvar::new());
+        Arc::new(Self { state, done, given_up: AtomicBool::new(false) })
+    }
+
+    /// Waits for the end, not longer than told. Returns whether it has come.
+    pub(super) fn wait(&self, at_most: Duration) -> bool {
+        let mut state = self.state.lock();
+        if !state.is_done && !at_most.is_zero() {
+            self.done.wait_for(&mut state, at_most);
+        }
+        state.is_done
+    }
+
+    /// How it ended; asked once, when it has.
+    pub(super) fn end(&self) -> ReadEnd {
+        let mut state = self.state.lock();
+        let failed = |failure: Option<Error>| failure.map_or(Ok(()), Err);
+        let read = failed(state.failure.take().map(|(_, error)| error));
+        ReadEnd { read, after: failed(state.after_failure.take()) }
+    }
+
+    /// Gives the read up; `slot` is dropped when no piece of it is being read any more.
+    pub(super) fn give_up(&self, slot: impl Send + 'static) {
+        self.given_up.store(true, Relaxed);
+        let mut state = self.state.lock();
+        if !state.is_done {
+            state.left = Some(Box::new(slot));
+        }
+    }
+
+    fn finish_piece(&self, index: usize, result: Result<()>) {
+        let mut state = self.state.lock();
+        if let Err(error) = result
+            && state.failure.as_ref().is_none_or(|(first, _)| index < *first)
+        {
+            state.failure = Some((index, error));
+        }
+        state.pending -= 1;
+        if state.pending > 0 {
+            return;
+        }
+        let wanted = state.failure.is_none() && !self.given_up.load(Relaxed);
+        if let Some(after) = state.after.take().filter(|_| wanted) {
+            drop(state);
+            let failure = after().err();
+            state = self.state.lock();
+            state.after_failure = failure;
+        }
+        state.is_done = true;
+        let left = state.left.take();
+        drop(state);
+        self.done.notify_all();
+        drop(left);
+    }
+}
+
+/// One piece in the hands of a thread.
+pub(super) struct PieceRead {
+    pub(super) device: Arc<Device>,
+    pub(super) span: Arc<SpanRead>,
+    pub(super) index: usize,
+    pub(super) file: Arc<ModelFile>,
+    pub(super) source: u64,
+    pub(super) reading: Reading,
+    /// Taken when the piece is done.
+    pub(super) memory: Option<LentPart>,
+}
+
+impl PieceRead {
+    /// Reads.
+    pub(super) fn run(mut self) {
+        let Some(memory) = self.memory.take() else { return };
+        // When the read panics the memory goes back first, then the end is told.
+        let unwinding = Unfinished(&self);
+        let mut memory = memory;
+        let given_up = self.span.given_up.load(Relaxed);
+        let result = if given_up { Ok(()) } else { self.read(memory.bytes_mut()) };
+        drop(memory);
+        std::mem::forget(unwinding);
+        self.span.finish_piece(self.index, result);
+    }
+
+    fn read(&self, target: &mut [u8]) -> Result<()> {
+        let read = trace::span(Kind::Read).device(self.device.ordinal);
+        let read = read.bytes(target.len() as u64);
+        let bytes = self.file.read_by(self.reading, self.source, target)?;
+        drop(read.detail(bytes.word()));
+        count(&self.device.counters.sources, bytes);
+        Ok(())
+    }
+}
+
+/// Adds a read to the counters.
+pub(super) fn count(sources: &Sources, bytes: crate::host::reading::ReadBytes) {
+    let counts = [
+        (&sources.page_cache, bytes.page_cache),
+        (&sources.disk, bytes.disk),
+        (&sources.direct, bytes.direct),
+    ];
+    for (counter, bytes) in counts.into_iter().filter(|(_, bytes)| *bytes > 0) {
+        counters::add(counter, bytes);
+    }
+}
+
+/// Ends a piece whose read panics.
+struct Unfinished<'a>(&'a PieceRead);
+
+impl Drop for Unfinished<'_> {
+    fn drop(&mut self) {
+        self.0.span.finish_piece(self.0.index, Err(never_read()));
+    }
+}
+
+impl Drop for PieceRead {
+    fn drop(&mut self) {
+        if let Some(memory) = self.memory.take() {
+            drop(memory);
+            self.span.finish_piece(self.index, Err(never_read()));
+        }
+    }
+}
+
+fn never_read() -> Error {
+    Error::new(ErrorCode::Internal, "a read did not come to its end")
+}
