@@ -13,6 +13,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crate::copy::cache::{Cache, Key, Surplus};
+use crate::copy::gpu_clock::GpuClock;
 use crate::copy::pipeline::Pipeline;
 use crate::copy::readers::Readers;
 use crate::copy::staging::Staging;
@@ -88,6 +89,7 @@ pub struct Filler {
     readers: Mutex<Option<Arc<Readers>>>,
     /// Whether a slot is on its way into the ring, or none can be had any more.
     growing: Arc<AtomicBool>,
+    pub(super) clock: GpuClock,
     /// When the last jobs came.
     busy_at: Mutex<Instant>,
     /// Whether it was told that memory cannot be locked.
@@ -126,6 +128,7 @@ impl Filler {
             slot,
             readers: Mutex::new(None),
             growing: Arc::default(),
+            clock: GpuClock::default(),
             busy_at: Mutex::new(Instant::now()),
             told: AtomicBool::new(told),
             device,
@@ -390,6 +393,7 @@ impl Drop for Filler {
         let mut end = || -> Result<()> {
             let _scope = self.device.enter()?;
             self.device.driver.stream_synchronize(self.stream)?;
+            self.clock.close(&self.device);
             drop(self.cache.take_out(Surplus::All, usize::MAX));
             drop(std::mem::replace(&mut self.staging, Staging::empty(0)));
             self.device.driver.stream_destroy(self.stream).map_err(Error::from)

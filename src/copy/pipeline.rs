@@ -13,6 +13,7 @@ use std::time::Duration;
 
 use crate::copy::cache::WindowLease;
 use crate::copy::fill::{FillJob, Filler, Keep, register};
+use crate::copy::gpu_clock::CopyTold;
 use crate::copy::readers::Readers;
 use crate::copy::span::{After, PieceRead, Span, SpanRead, count, pieces};
 use crate::copy::staging::StagingSlot;
@@ -307,10 +308,12 @@ impl<'a> Pipeline<'a> {
         let (filler, length) = (self.filler, span.len());
         let target = self.jobs[span.job].base.offset(span.bytes.start);
         let _traced = self.trace_copy(span);
+        let start = filler.clock.begin(&filler.device, filler.stream);
         let copy = || memory.copy_to_device(pad..pad + length, target, filler.stream);
         if let Err(error) = filler.device.retry(copy) {
             return (Ticket::NONE, Err(filler.device.note(error.into())));
         }
+        filler.clock.end(&filler.device, filler.stream, start, self.told(span));
         match filler.fence() {
             Ok(ticket) => {
                 counters::add(&filler.device.counters.bytes_filled, length as u64);
@@ -321,6 +324,11 @@ impl<'a> Pipeline<'a> {
             Err(error) if filler.wait().is_ok() => (Ticket::NONE, Err(error)),
             Err(error) => (filler.device.fences.unrecorded_stamp(), Err(error)),
         }
+    }
+
+    fn told(&self, span: &Span) -> CopyTold {
+        let job = &self.jobs[span.job];
+        CopyTold { bar: job.bar, pages: job.page..job.page + 1, bytes: span.len() as u64 }
     }
 
     fn trace_copy(&self, span: &Span) -> trace::Guard {

@@ -9,6 +9,7 @@ mod bar;
 mod model;
 mod pressure;
 mod statistics;
+mod tracing;
 
 use std::sync::{Arc, Weak};
 use std::time::Duration;
@@ -146,6 +147,7 @@ impl Runtime {
             None => (driver.device_primary_ctx_retain(ordinal)?, Primary::Retained),
         };
         let device = Arc::new(Device::new(driver, ordinal, context, options));
+        tracing::begin();
         let (pager, housekeeping) = (Arc::new(Pager::new(device)), Housekeeping::default());
         let engine = Engine::new();
         let follower: Arc<dyn Follow> = Arc::clone(&engine) as _;
@@ -446,6 +448,7 @@ impl Drop for Inner {
         {
             log::warn!("closing device {}: {error}", device.ordinal);
         }
+        tracing::end();
     }
 }
 

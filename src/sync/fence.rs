@@ -302,14 +302,20 @@ impl Fences {
         self.eager.load(Relaxed) || self.ticks.is_over(self.entry(slot).recorded_at.load(Relaxed))
     }
 
-    /// Records on the stream, after asking what has passed on it, unless another thread is doing
-    /// just that: then its record, or the next one, covers this thread's uses.
+    /// Records on the stream, after asking what has passed on it. While everything fits, another
+    /// thread that is at the stream's events is left alone: its record, or the next one, covers
+    /// this thread's uses. While pages stream that will not do: the next one may come a layer later,
+    /// and whoever takes a page's frame would wait for that layer too.
     ///
     /// # Errors
     /// As [`Fences::record`].
     pub fn record_in_passing(&self, stream: Stream, slot: StreamSlot) -> Result<()> {
         let entry = self.entry(slot);
-        let Some(mut ring) = entry.ring.try_lock() else { return Ok(()) };
+        let ring = match self.eager.load(Relaxed) {
+            true => Some(entry.ring.lock()),
+            false => entry.ring.try_lock(),
+        };
+        let Some(mut ring) = ring else { return Ok(()) };
         if !self.is_still(slot) {
             drop(ring);
             return self.record(stream, slot).map(|_| ());

@@ -8,6 +8,7 @@ use tempfile::TempDir;
 use vbar::driver::Driver;
 use vbar::model::synth::{synthesize, tensor_seed};
 use vbar::options::{Eviction, Threads};
+use vbar::sync::fence::Cover;
 use vbar::units::DeviceAddress;
 use vbar::{ErrorCode, Fault, ModelBar, RuntimeOptions};
 
@@ -263,5 +264,38 @@ fn a_hint_makes_the_second_layer_be_there_and_a_wish_comes_true() {
     assert_eq!(bare.prefetch(0..P).unwrap_err().code(), ErrorCode::InvalidArgument);
     bench.check();
     drop(bare);
+    bench.check_shut();
+}
+
+#[test]
+fn an_unpin_is_covered_by_its_own_record_whoever_looks_at_the_events() {
+    let bench = Bench::new(&[24], budget_options(8));
+    let (world, model) = (&bench.world, &bench.bars[0]);
+    let fences = &world.runtime.device().fences;
+    let slot = fences.slot_of(world.stream).unwrap().unwrap();
+    assert!(fences.is_eager());
+    let over = std::sync::atomic::AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        let looker = scope.spawn(|| {
+            while !over.load(std::sync::atomic::Ordering::Relaxed) {
+                // Asks the driver of everything that is pending.
+                let _ = fences.cover(fences.stamp(slot));
+                let _ = world.runtime.numbers();
+                let _ = world.runtime.refresh();
+            }
+        });
+        for round in 0..300 {
+            let tensor = round % model.model().tensors().len();
+            let Fault::Resident(guard) = model.fault(tensor, world.stream).unwrap() else {
+                panic!("tensor {tensor} is offloaded");
+            };
+            let used = fences.stamp(slot);
+            drop(guard);
+            // Else what takes the page's frame waits for the next use as well.
+            assert_ne!(fences.cover(used).unwrap(), Cover::Unknown, "round {round}");
+        }
+        over.store(true, std::sync::atomic::Ordering::Relaxed);
+        looker.join().unwrap();
+    });
     bench.check_shut();
 }

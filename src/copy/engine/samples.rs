@@ -7,12 +7,14 @@
 
 use std::collections::{HashMap, VecDeque};
 
+use crate::copy::gpu_clock::find_origin;
 use crate::driver::{CaptureState, DriverCode, Event};
 use crate::error::Result;
 use crate::memory::pager::Pager;
 use crate::model::schedule::Span;
 use crate::sync::device::Device;
 use crate::sync::{Acquire, AtomicBool, Mutex, Release};
+use crate::trace;
 use crate::units::Stream;
 
 /// Samples under way at a time; past it none are begun.
@@ -26,6 +28,7 @@ pub(super) struct Sample {
 
 struct Pending {
     spans: Vec<Span>,
+    stream: Stream,
     start: Event,
     end: Event,
 }
@@ -33,6 +36,8 @@ struct Pending {
 #[derive(Default)]
 struct Books {
     free: Vec<Event>,
+    /// An event and its reading of the trace's clock, while a trace is on.
+    origin: Option<(Event, u64)>,
     /// Faulted and not unpinned, by the first of their spans.
     open: HashMap<Span, (Vec<Span>, Event, Stream)>,
     /// Both events are recorded, oldest first.
@@ -54,9 +59,13 @@ impl Samples {
         }
     }
 
+    fn is_wanted(&self) -> bool {
+        self.wanted.load(Acquire) || trace::is_on()
+    }
+
     /// A fault has returned.
     pub(super) fn begin(&self, device: &Device, spans: &[Span], stream: Stream) {
-        if !self.wanted.load(Acquire) || stream.is_none() {
+        if !self.is_wanted() || stream.is_none() {
             return;
         }
         let mut books = self.books.lock();
@@ -72,7 +81,7 @@ impl Samples {
     /// The pins of a span were given back for work on `stream`. The stream of the fault is asked
     /// nothing unless it is that one: it may have been destroyed.
     pub(super) fn end(&self, device: &Device, span: Span, stream: Stream) {
-        if !self.wanted.load(Acquire) {
+        if !self.is_wanted() {
             return;
         }
         let mut books = self.books.lock();
@@ -86,7 +95,7 @@ impl Samples {
             return;
         }
         match record(device, &mut books.free, stream) {
-            Ok(end) => books.pending.push_back(Pending { spans, start, end }),
+            Ok(end) => books.pending.push_back(Pending { spans, stream, start, end }),
             Err(_) => books.free.push(start),
         }
     }
@@ -104,7 +113,9 @@ impl Samples {
             if elapsed.as_ref().is_err_and(|error| error.code == DriverCode::NOT_READY) {
                 break;
             }
-            let Some(Pending { spans, start, end }) = books.pending.pop_front() else { break };
+            let Some(entry) = books.pending.pop_front() else { break };
+            books.trace(&pager.device, &entry);
+            let Pending { spans, start, end, .. } = entry;
             books.free.extend([start, end]);
             if let Ok(elapsed) = elapsed {
                 let compute_ns = u64::try_from(elapsed.as_nanos()).unwrap_or(u64::MAX);
@@ -121,10 +132,33 @@ impl Samples {
         let Ok(_scope) = pager.device.enter() else { return };
         let open = books.open.drain().map(|(_, (_, start, _))| start);
         let pending = books.pending.drain(..).flat_map(|entry| [entry.start, entry.end]);
-        for event in books.free.drain(..).chain(open).chain(pending) {
+        let origin = books.origin.map(|(event, _)| event);
+        for event in books.free.drain(..).chain(open).chain(pending).chain(origin) {
             if let Err(error) = pager.device.driver.event_destroy(event) {
                 log::warn!("an event of a sample stays: {error}");
             }
+        }
+    }
+}
+
+impl Books {
+    /// Tells a trace, if one is on, when the device was at it.
+    fn trace(&mut self, device: &Device, entry: &Pending) {
+        if !trace::is_on() {
+            return;
+        }
+        if self.origin.is_none() {
+            self.origin = find_origin(device, entry.stream);
+        }
+        let Some((origin, origin_ns)) = self.origin else { return };
+        let at = |event| device.driver.event_elapsed(origin, event);
+        let (Ok(start), Ok(end)) = (at(entry.start), at(entry.end)) else { return };
+        let ns = |time: std::time::Duration| {
+            origin_ns.saturating_add(u64::try_from(time.as_nanos()).unwrap_or(0))
+        };
+        for span in &entry.spans {
+            let (bar, pages) = (span.bar.0, span.first..span.end);
+            trace::gpu_span(device.ordinal, entry.stream, bar, pages, ns(start), ns(end));
         }
     }
 }

@@ -358,14 +358,23 @@ impl Pager {
     }
 
     /// Lets the hold's stream wait for its pages' ready fences; the CPU where there is no stream or
-    /// it is being captured.
+    /// it is being captured. Of pages that one stream fills the last one stands for all.
     fn order(&self, bar: &Bar, hold: &Hold, capture: CaptureState) -> Result<()> {
+        let mut last: Vec<Ticket> = Vec::new();
         for (_, page) in bar.table.pages(hold.pages.clone()) {
-            if matches!(page.word().state, PageState::Issued | PageState::HostMapped) {
-                self.order_after(page.ready(), hold.stream, hold.slot, capture)?;
+            if !matches!(page.word().state, PageState::Issued | PageState::HostMapped) {
+                continue;
+            }
+            let ready = page.ready();
+            match last.iter_mut().find(|ticket| ticket.slot() == ready.slot()) {
+                Some(ticket) if ticket.sequence() < ready.sequence() => *ticket = ready,
+                Some(_) => {}
+                None if ready.is_none() => {}
+                None => last.push(ready),
             }
         }
-        Ok(())
+        last.into_iter()
+            .try_for_each(|ready| self.order_after(ready, hold.stream, hold.slot, capture))
     }
 
     /// Lets `stream` (or the CPU) wait for one ticket.
