@@ -180,7 +180,7 @@ impl Engine {
     /// Enqueues a layer of a sequence. Returns whether it runs on the device.
     fn run_layer(&self, sequence: &mut Sequence<'_>, layer: usize) -> Result<bool> {
         let weight = match self.model.fault(layer, sequence.stream)? {
-            Fault::Resident(weight) => weight,
+            Fault::Resident(weight) | Fault::HostMapped(weight) => weight,
             Fault::Offloaded(_) => return self.run_on_host(sequence, layer).map(|()| false),
         };
         assert_eq!(weight.address(), self.addresses[layer], "an address never changes");

@@ -20,9 +20,11 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         match model.fault(tensor, stream)? {
             // Resident, pinned, and valid for work on `stream`: launch it here. When the guard is
             // dropped the bytes stay until that work is done, and not longer than they must.
-            Fault::Resident(weight) => println!("{} bytes at {}", weight.bytes(), weight.address()),
+            Fault::Resident(weight) | Fault::HostMapped(weight) => {
+                println!("{} bytes at {}", weight.bytes(), weight.address());
+            }
             // Too large for the budget: use the host's copy.
-            Fault::Offloaded(reason) => println!("offloaded: {reason}"),
+            Fault::Offloaded(refused) => println!("offloaded: {refused}"),
         }
     }
     Ok(())

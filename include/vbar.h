@@ -421,6 +421,33 @@ typedef uint32_t VbarHeldPins;
 #endif // __cplusplus
 
 /*
+ What a range of a bound VBAR comes to that needs more device frames than it can have.
+ */
+enum VbarHostMapped
+#if defined(__cplusplus) || __STDC_VERSION__ >= 202311L
+  : uint32_t
+#endif // defined(__cplusplus) || __STDC_VERSION__ >= 202311L
+ {
+  /*
+   It is offloaded.
+   */
+  VBAR_HOST_MAPPED_OFF = 0,
+  /*
+   Its missing pages get page-locked host memory, as far as the host has some to spare, that
+   the device reads over the link: `VBAR_REASON_HOST_MAPPED`. They move to device frames at the
+   next fault for which there are some. As off where the device cannot map host memory.
+   */
+  VBAR_HOST_MAPPED_ON = 1,
+};
+#ifndef __cplusplus
+#if __STDC_VERSION__ >= 202311L
+typedef enum VbarHostMapped VbarHostMapped;
+#else
+typedef uint32_t VbarHostMapped;
+#endif // __STDC_VERSION__ >= 202311L
+#endif // __cplusplus
+
+/*
  How serious a message is.
  */
 enum VbarLogLevel
@@ -479,7 +506,8 @@ enum VbarOutcome
    */
   VBAR_OUTCOME_REFILL = 2,
   /*
-   Not resident, by decision: use the host's copy. Nothing is pinned.
+   Not resident, by decision: use the host's copy. Nothing is pinned, unless the reason is
+   `VBAR_REASON_HOST_MAPPED`.
    */
   VBAR_OUTCOME_OFFLOADED = 3,
   /*
@@ -622,6 +650,12 @@ enum VbarReason
    A page of the range is lost to a failed undo.
    */
   VBAR_REASON_QUARANTINED = 11,
+  /*
+   Readable and pinned all the same, pages of it in the host's memory, which the device reads
+   over the link: see `VbarDeviceOptions::host_mapped`. Address, bytes, signature and token are
+   those of a resident fault. Whoever does not want it so gives the token back.
+   */
+  VBAR_REASON_HOST_MAPPED = 12,
 };
 #ifndef __cplusplus
 #if __STDC_VERSION__ >= 202311L
@@ -829,6 +863,14 @@ typedef struct VbarDeviceOptions {
    A `VbarPoison`.
    */
   uint32_t poison;
+  /*
+   A `VbarHostMapped`.
+   */
+  uint32_t host_mapped;
+  /*
+   Zero.
+   */
+  uint32_t reserved;
 } VbarDeviceOptions;
 
 /*
@@ -1047,8 +1089,8 @@ typedef struct VbarToken {
 } VbarToken;
 
 /*
- What a fault came to. `address`, `bytes`, `signature` and `token` are 0 unless it is resident or
- to be refilled.
+ What a fault came to. `address`, `signature` and `token` are 0 unless it is resident, to be
+ refilled, or offloaded with `VBAR_REASON_HOST_MAPPED`.
  */
 typedef struct VbarFault {
   /*
@@ -1056,7 +1098,9 @@ typedef struct VbarFault {
    */
   uint64_t address;
   /*
-   Length in bytes.
+   Length in bytes. Of a fault that is offloaded and not pinned: bytes of device frames that
+   its ranges need, whole pages, each of them once; with a budget of less it is too large. 0
+   when it is busy.
    */
   uint64_t bytes;
   /*
@@ -1311,7 +1355,7 @@ typedef struct VbarStatistics {
    */
   uint64_t miss_count;
   /*
-   Pages that got a frame.
+   Pages that got a frame, be it one of the host.
    */
   uint64_t mapped_page_count;
   /*
@@ -1380,6 +1424,11 @@ typedef struct VbarStatistics {
    Steps that the engine is ahead of the program.
    */
   uint64_t engine_ahead_step_count;
+  /*
+   Bytes of host frames held, page-locked and in none of the other numbers: see
+   `VbarDeviceOptions::host_mapped`.
+   */
+  uint64_t host_mapped_bytes;
 } VbarStatistics;
 
 #ifdef __cplusplus
@@ -1494,6 +1543,13 @@ VbarStatus vbar_device_refresh(struct VbarDevice device);
  `freed_bytes` is NULL or can be written to.
  */
 VbarStatus vbar_device_trim(struct VbarDevice device, uint64_t keep_bytes, uint64_t *freed_bytes);
+
+/*
+ Gives host frames back that nobody pins and whose uses are over, and tells their bytes; see
+ `VbarDeviceOptions::host_mapped`. Statuses: the common ones, the driver's. Thread-safe.
+ `freed_bytes` is NULL or can be written to.
+ */
+VbarStatus vbar_device_trim_host_frames(struct VbarDevice device, uint64_t *freed_bytes);
 
 /*
  Gives memory of all VBARs back to the driver, lowest rank first; as `vbar_bar_free_memory`.
@@ -1681,8 +1737,9 @@ VbarStatus vbar_bar_fault(struct VbarBar bar,
 
 /*
  Makes several ranges of VBARs of one device resident, each with a token of its own, or none of
- them: then every element of `faults` says the same reason. Statuses: those of `vbar_bar_fault`;
- `INVALID_ARGUMENT` for a VBAR of another device. Thread-safe.
+ them: then every element of `faults` says the same reason. Where one has pages in the host's
+ memory, all say `VBAR_REASON_HOST_MAPPED`, each with a token. Statuses: those of
+ `vbar_bar_fault`; `INVALID_ARGUMENT` for a VBAR of another device. Thread-safe.
  Both arrays have `count` elements.
  */
 VbarStatus vbar_device_fault_many(struct VbarDevice device,

@@ -436,7 +436,7 @@ public:
         const VbarFault all{0, 0, 0, {0}, VBAR_OUTCOME_RESIDENT, VBAR_REASON_NONE};
         const VbarFault &first = told.empty() ? all : told.front();
         const auto outcome = static_cast<Outcome>(first.outcome);
-        if (outcome == Outcome::resident) {
+        if (outcome == Outcome::resident || first.token.id != 0) {
             for (const VbarFault &fault : told) {
                 guards.emplace_back(fault, stream);
             }
@@ -490,6 +490,14 @@ public:
         }
         return freed;
     }
+    // Gives host frames back that nobody uses; tells the bytes.
+    Result<std::uint64_t> try_trim_host_frames() const {
+        std::uint64_t freed = 0;
+        if (const VbarStatus status = vbar_device_trim_host_frames(device_, &freed)) {
+            return Error(status);
+        }
+        return freed;
+    }
     // Gives memory of all VBARs back, lowest rank first; as `BarView::try_free_memory`.
     Result<Freed> try_free_memory(std::uint64_t bytes) const {
         VbarFreed freed{};
@@ -535,6 +543,7 @@ public:
     Budget budget() const { return try_budget().value(); }
     void refresh() const { try_refresh().value(); }
     std::uint64_t trim(std::uint64_t keep_bytes) const { return try_trim(keep_bytes).value(); }
+    std::uint64_t trim_host_frames() const { return try_trim_host_frames().value(); }
     Freed free_memory(std::uint64_t bytes) const { return try_free_memory(bytes).value(); }
     void set_wait_timeout(std::chrono::milliseconds timeout) const {
         try_set_wait_timeout(timeout).value();
@@ -574,6 +583,7 @@ inline Result<Device> Device::try_open(const DeviceOptions &options) {
     raw.wait_timeout_ms = static_cast<std::uint64_t>(options.wait_timeout.count());
     raw.staging_slot_count = options.staging_slot_count;
     raw.poison = static_cast<std::uint32_t>(options.poison);
+    raw.host_mapped = static_cast<std::uint32_t>(options.host_mapped);
     VbarDevice device{};
     if (const VbarStatus status = vbar_device_open(&raw, &device)) {
         return Error(status);

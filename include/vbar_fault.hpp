@@ -177,7 +177,8 @@ public:
     Fault(const VbarFault &fault, Stream stream) noexcept
         : held_(fault, stream), outcome_(static_cast<Outcome>(fault.outcome)),
           reason_(static_cast<Reason>(fault.reason)) {
-        if (outcome_ != Outcome::resident && outcome_ != Outcome::refill) {
+        if (outcome_ != Outcome::resident && outcome_ != Outcome::refill &&
+            reason_ != Reason::host_mapped) {
             held_.reset();
         }
     }
@@ -191,6 +192,16 @@ public:
     // What is to be written, else nullptr.
     [[nodiscard]] Fill *refill() noexcept {
         return outcome_ == Outcome::refill ? &held_ : nullptr;
+    }
+    // What is readable and pinned although it is offloaded, pages of it in the host's memory that
+    // the device reads over the link; else nullptr. Only with `HostMapped::on`.
+    [[nodiscard]] Guard *host_mapped() noexcept {
+        return reason_ == Reason::host_mapped && held_ ? static_cast<Guard *>(&held_) : nullptr;
+    }
+    // Bytes of device frames that an offloaded range needs, whole pages; with a budget of less it
+    // is too large. 0 for what is pinned.
+    [[nodiscard]] std::uint64_t needed_bytes() const noexcept {
+        return offloaded() && !held_ ? held_.bytes() : 0;
     }
     // Not resident, by decision: use the host's copy.
     [[nodiscard]] bool offloaded() const noexcept { return outcome_ == Outcome::offloaded; }
@@ -248,7 +259,7 @@ public:
     explicit operator bool() const noexcept { return outcome_ == Outcome::resident; }
     [[nodiscard]] Outcome outcome() const noexcept { return outcome_; }
     [[nodiscard]] Reason reason() const noexcept { return reason_; }
-    // 0 when they are offloaded.
+    // 0 when they are offloaded, but for `Reason::host_mapped`: then each has its guard.
     [[nodiscard]] std::size_t size() const noexcept { return guards_.size(); }
     // `index` is below size().
     [[nodiscard]] Guard &operator[](std::size_t index) noexcept { return guards_[index]; }

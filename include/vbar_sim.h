@@ -36,6 +36,7 @@
    jitter=SIZE               how much less than is free the driver may tell; 0
    poison=FLAG               new memory holds 0xA5 instead of zeros; 0
    vmm=FLAG                  virtual memory management works; 1
+   host_vmm=FLAG             host frames can be mapped, as since CUDA 12.9; 1
    ctx_event=FLAG            cuCtxRecordEvent works, as since CUDA 12.5; 1
    checked=FLAG              peeks and sources of copies are checked for races too; 0
    on_violation=lose|record  what a breach does to the device; lose

@@ -90,6 +90,7 @@ enum class Reason : std::uint32_t {
     fence_unknown = VBAR_REASON_FENCE_UNKNOWN,
     fence_pending = VBAR_REASON_FENCE_PENDING,
     quarantined = VBAR_REASON_QUARANTINED,
+    host_mapped = VBAR_REASON_HOST_MAPPED,
 };
 
 enum class Shortfall : std::uint32_t {
@@ -184,6 +185,9 @@ enum class ContextWaits : std::uint32_t {
 };
 
 enum class Poison : std::uint32_t { off = VBAR_POISON_OFF, on = VBAR_POISON_ON };
+
+// What a range comes to that needs more device frames than it can have; `Fault::host_mapped`.
+enum class HostMapped : std::uint32_t { off = VBAR_HOST_MAPPED_OFF, on = VBAR_HOST_MAPPED_ON };
 
 enum class HeldPins : std::uint32_t {
     keep = VBAR_HELD_PINS_KEEP,
@@ -423,6 +427,7 @@ struct DeviceOptions {
     // Page-locked slots between file and device, at most 64; 0: 4.
     std::uint32_t staging_slot_count = 0;
     Poison poison = Poison::off;
+    HostMapped host_mapped = HostMapped::off;
 };
 
 // How much a device may be used for, as it was set, in bytes.

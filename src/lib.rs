@@ -66,7 +66,7 @@ pub mod units;
 
 pub use error::{Error, ErrorCode, Result};
 pub use options::RuntimeOptions;
-pub use outcome::{Reason, WaitKind};
+pub use outcome::{Reason, Refusal, WaitKind};
 pub use runtime::{Allocation, AllocationFault, Fault, Guard, ModelBar, Runtime, Vbar};
 pub use sync::wait::{WaitCheck, set_wait_check};
 

@@ -77,6 +77,8 @@ pub struct RuntimeOptions {
     /// Page-locked slots between file and device, 1 to [`STAGING_SLOTS_MAX`]. One of them is a
     /// page, rounded down to 16 MiB.
     pub staging_slot_count: usize,
+    /// Whether what no device frames can be had for is read from host memory.
+    pub host_mapped: HostMapped,
     /// Most host memory that may be page-locked, in bytes; `None`: what the system can spare. What
     /// it can spare bounds a number too.
     pub host_allowance: Option<u64>,
@@ -88,6 +90,20 @@ pub struct RuntimeOptions {
     /// Whether the runtime has threads of its own; `None`: it has none, or what it was when the
     /// runtime is open already.
     pub threads: Option<Threads>,
+}
+
+/// What a bound VBAR's range comes to that needs more device frames than it can have.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub enum HostMapped {
+    /// It is offloaded.
+    #[default]
+    Off,
+    /// Its missing pages get page-locked host memory, within the host's allowance, that the device
+    /// reads at the speed of the link: see [`Fault::HostMapped`](crate::Fault::HostMapped). The
+    /// pages move to device frames at the next fault for which there are some. Until then they keep
+    /// their host memory, whoever comes after them. Where the device cannot map host memory it is
+    /// as `Off`.
+    On,
 }
 
 /// Where the bytes of a model file are read from, when they are not in page-locked memory.
@@ -160,6 +176,7 @@ impl Default for RuntimeOptions {
             heal_window: Duration::from_secs(1),
             record_interval: Duration::from_micros(50),
             staging_slot_count: 4,
+            host_mapped: HostMapped::Off,
             host_allowance: None,
             prefer: Prefer::Auto,
             system_root: None,

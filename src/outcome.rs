@@ -55,6 +55,29 @@ kinds! {
         FencePending = "fence_pending",
         /// A page of the range was quarantined after a failed undo.
         Quarantined = "quarantined",
+        /// No device frames could be had, and the range is readable in host memory: see
+        /// [`HostMapped`](crate::options::HostMapped).
+        HostMapped = "host_mapped",
+    }
+}
+
+/// A range that is offloaded: why, and what it takes.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub struct Refusal {
+    /// Why.
+    pub reason: Reason,
+    /// Bytes of device frames that the range needs: whole pages, each of them once. With a budget
+    /// of less it is [`Reason::TooLarge`].
+    pub needed_bytes: u64,
+}
+
+impl std::fmt::Display for Refusal {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let Self { reason, needed_bytes } = self;
+        match reason {
+            Reason::TooLarge => write!(f, "{reason}, it needs {needed_bytes} bytes of frames"),
+            _ => write!(f, "{reason}"),
+        }
     }
 }
 

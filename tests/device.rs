@@ -18,6 +18,8 @@ use vbar::{Allocation, AllocationFault, ErrorCode, Fault, Runtime, Vbar};
 
 #[path = "it/door.rs"]
 mod door;
+#[path = "it/host_mapped_twin.rs"]
+mod host_mapped_twin;
 
 const DEVICE: DeviceOrdinal = DeviceOrdinal(0);
 const P: u64 = 2 * MIB;
@@ -142,6 +144,14 @@ fn pattern_sum(bytes: u64, seed: u64) -> u64 {
 fn the_door_keeps_its_contract() {
     let _turn = TURN.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
     door::check_door(driver(), DEVICE);
+}
+
+#[test]
+fn what_is_too_large_is_read_from_the_host() {
+    let _turn = TURN.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+    let driver = driver();
+    assert!(host_mapped_twin::is_supported(&*driver, DEVICE), "a driver of CUDA 12.9 or later");
+    host_mapped_twin::check_host_mapped(&driver, DEVICE, P);
 }
 
 /// A driver was seen to free its record of a handle twice when this happened at once, and took the

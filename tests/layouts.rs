@@ -267,6 +267,10 @@ fn enums_of_the_door_have_the_numbers_of_the_header() {
         ),
         // CU_DEVICE_ATTRIBUTE_READ_ONLY_HOST_REGISTER_SUPPORTED of CUDA 11.1 and later.
         (DeviceAttribute::ReadOnlyHostRegisterSupported, 113),
+        // CU_DEVICE_ATTRIBUTE_HOST_NUMA_ID of CUDA 12.2 and later, and
+        // CU_DEVICE_ATTRIBUTE_HOST_NUMA_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED of 12.9.
+        (DeviceAttribute::HostNumaId, 134),
+        (DeviceAttribute::HostNumaVirtualMemoryManagementSupported, 141),
     ];
     for (ours, theirs) in attributes {
         assert_eq!(ours as i32, theirs, "{ours:?}");

@@ -313,7 +313,7 @@ impl Run {
             .map(|(at, start, end)| (&self.bars[*at].vbar, start * P..end * P))
             .collect();
         match self.runtime.fault_many(&ranges, stream) {
-            Ok(Fault::Resident(guards)) => {
+            Ok(Fault::Resident(guards) | Fault::HostMapped(guards)) => {
                 assert_eq!(guards.len(), ranges.len());
                 for ((at, start, end), guard) in picks.iter().zip(&guards) {
                     let drawn = self.bars[*at].vbar.draw(6);

@@ -41,6 +41,8 @@ THREADS_OFF = 2
 
 POISON_OFF = 0
 POISON_ON = 1
+HOST_MAPPED_OFF = 0
+HOST_MAPPED_ON = 1
 
 HELD_PINS_KEEP = 0
 HELD_PINS_RELEASE = 1
@@ -75,6 +77,8 @@ class DeviceOptions(ctypes.Structure):
         ("wait_timeout_ms", c_uint64),
         ("staging_slot_count", c_uint32),
         ("poison", c_uint32),
+        ("host_mapped", c_uint32),
+        ("reserved", c_uint32),
     ]
 
 
@@ -241,6 +245,7 @@ class Statistics(ctypes.Structure):
         ("engine_planned_page_count", c_uint64),
         ("engine_kept_page_count", c_uint64),
         ("engine_ahead_step_count", c_uint64),
+        ("host_mapped_bytes", c_uint64),
     ]
 
 
@@ -265,6 +270,7 @@ FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "vbar_device_budget": (Status, [Device, POINTER(c_uint64), POINTER(c_uint64)]),
     "vbar_device_refresh": (Status, [Device]),
     "vbar_device_trim": (Status, [Device, c_uint64, POINTER(c_uint64)]),
+    "vbar_device_trim_host_frames": (Status, [Device, POINTER(c_uint64)]),
     "vbar_device_free_memory": (Status, [Device, c_uint64, POINTER(Freed)]),
     "vbar_device_cancel_waits": (Status, [Device]),
     "vbar_device_statistics": (Status, [Device, POINTER(Statistics)]),

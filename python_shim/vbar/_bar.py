@@ -151,7 +151,7 @@ class Bar(Closeable):
         handle = handle_of(stream, self._device._torch_ordinal)
         fault = self._fault_raw(at, size, handle)
         if not fault.token:
-            return Offloaded(Reason(fault.reason))
+            return Offloaded(Reason(fault.reason), fault.bytes)
         return self._guard_of(fault, at, size, handle, stream)
 
     def prefetch(self, bar_offset: int, nbytes: int) -> None:
@@ -333,7 +333,7 @@ class Allocation(Unshared):
             return Refill(device, fault, handle, stream, self._fault_again, raw)
         if fault.outcome == _abi.OUTCOME_BUSY:
             return Busy()
-        return Offloaded(Reason(fault.reason))
+        return Offloaded(Reason(fault.reason), fault.bytes)
 
     def _fault_again(self, stream: int) -> _abi.Fault:
         return fault_of(self._lib.vbar_allocation_fault, self._id, stream)

@@ -56,6 +56,9 @@ class Device(Closeable):
         context_waits: whether a call may wait for the whole context.
         poison: keeps a frame of a pattern that no weight has behind evicted pages, so that a use
             after its guard's end reads that and does not cost the context. For debugging.
+        host_mapped: gives a range that needs more device frames than it can have page-locked host
+            memory, which the device reads over the link: its guard is true and has the reason
+            ``HOST_MAPPED``.
         wait_timeout: longest time that one call waits for anything, in seconds; ``None`` is 30.
         staging_slots: page-locked slots between file and device; ``None`` is 4.
 
@@ -81,6 +84,7 @@ class Device(Closeable):
         eviction: Eviction = Eviction.ALIASING,
         context_waits: ContextWaits = ContextWaits.NEVER,
         poison: bool = False,
+        host_mapped: bool = False,
         wait_timeout: float | None = None,
         staging_slots: int | None = None,
     ) -> None:
@@ -97,6 +101,7 @@ class Device(Closeable):
             eviction=Eviction(eviction),
             context_waits=ContextWaits(context_waits),
             poison=_abi.POISON_ON if poison else _abi.POISON_OFF,
+            host_mapped=_abi.HOST_MAPPED_ON if host_mapped else _abi.HOST_MAPPED_OFF,
             wait_timeout_ms=_time_option(wait_timeout),
             staging_slot_count=_count_option(staging_slots, "staging_slots"),
         )
@@ -187,8 +192,8 @@ class Device(Closeable):
                 if fault.token:
                     self._lib.vbar_token_unpin(fault.token, handle)
             raise
-        if faults and faults[0].outcome == _abi.OUTCOME_OFFLOADED:
-            return Offloaded(Reason(faults[0].reason))
+        if faults and not faults[0].token:
+            return Offloaded(Reason(faults[0].reason), faults[0].bytes)
         return Guards(
             [
                 bar._guard_of(fault, at, size, handle, stream)
@@ -259,6 +264,16 @@ class Device(Closeable):
         """
         freed = ctypes.c_uint64()
         call(self._lib.vbar_device_trim, self._id, parse_size(keep, "keep"), freed)
+        return freed.value
+
+    def trim_host_frames(self) -> int:
+        """Give host frames back that nobody uses.
+
+        Returns:
+            The bytes given back.
+        """
+        freed = ctypes.c_uint64()
+        call(self._lib.vbar_device_trim_host_frames, self._id, freed)
         return freed.value
 
     def free_memory(self, nbytes: Size | None = None) -> Freed:

@@ -46,6 +46,7 @@ class Guard(Unshared):
         "address",
         "nbytes",
         "signature",
+        "reason",
         "tensor",
         "__weakref__",
     )
@@ -57,6 +58,9 @@ class Guard(Unshared):
     #: Equal to an earlier signature of the same bytes exactly when no page of them lost its bytes
     #: since. Never repeats in a process.
     signature: int
+    #: ``NONE``, or ``HOST_MAPPED`` where pages of it are in the host's memory: the device reads
+    #: those over the link. Only on a device that was opened with ``host_mapped=True``.
+    reason: Reason
     #: What the model says of it, for a model's tensor.
     tensor: Tensor | None
 
@@ -81,6 +85,7 @@ class Guard(Unshared):
         self.address = fault.address
         self.nbytes = fault.bytes
         self.signature = fault.signature
+        self.reason = Reason(fault.reason)
         self.tensor = tensor
 
     def __bool__(self) -> Literal[True]:
@@ -237,13 +242,16 @@ class NotResident:
 class Offloaded(NotResident):
     """The bytes are not resident, by decision: use the host's copy. Nothing is pinned. False."""
 
-    __slots__ = ("reason",)
+    __slots__ = ("reason", "needed_bytes")
 
     #: Why.
     reason: Reason
+    #: Bytes of device frames that it needs, whole pages; with a budget of less it is too large.
+    needed_bytes: int
 
-    def __init__(self, reason: Reason) -> None:
+    def __init__(self, reason: Reason, needed_bytes: int = 0) -> None:
         self.reason = reason
+        self.needed_bytes = needed_bytes
 
     def __repr__(self) -> str:
         return f"<vbar.Offloaded: {self.reason}>"

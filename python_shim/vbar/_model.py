@@ -123,7 +123,7 @@ class Model(Closeable, Mapping[str, Tensor]):
         handle = handle_of(stream, self._device._torch_ordinal)
         fault = self._fault_raw(index, handle)
         if not fault.token:
-            return Offloaded(Reason(fault.reason))
+            return Offloaded(Reason(fault.reason), fault.bytes)
         again = functools.partial(self._fault_raw, index)
         return Guard(self._device, fault, handle, stream, again, self._tensors[index])
 

@@ -39,6 +39,8 @@ class Reason(_Numbered):
     FENCE_UNKNOWN = 9
     FENCE_PENDING = 10
     QUARANTINED = 11
+    #: Pinned and readable all the same, pages of it in the host's memory.
+    HOST_MAPPED = 12
 
 
 class Shortfall(_Numbered):
@@ -228,6 +230,8 @@ class Statistics:
     poisoned_page_count: int
     #: Pages that were evicted and got no poison although they should.
     poison_failure_count: int
+    #: Bytes of host frames, page-locked and in none of the other numbers.
+    host_mapped_bytes: int
     #: Refusals by reason; reasons that never occurred are left out.
     refusal_counts: Mapping[Reason, int]
     #: Waits of the CPU; kinds that never occurred are left out.

@@ -55,7 +55,12 @@ pub use kernel::KernelCall;
 /// Result of a driver call.
 pub type DriverResult<T> = Result<T, DriverError>;
 
-/// One unit of physical device memory, as `CUmemGenericAllocationHandle`.
+/// A NUMA node of the host.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
+pub struct HostNode(pub u32);
+
+/// One unit of physical memory, of a device unless told otherwise, as
+/// `CUmemGenericAllocationHandle`.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 pub struct FrameHandle(pub u64);
 
@@ -95,6 +100,11 @@ pub enum DeviceAttribute {
     VirtualMemoryManagementSupported = 102,
     /// Whether read-only host memory can be registered: 1 or 0.
     ReadOnlyHostRegisterSupported = 113,
+    /// NUMA node of the host that is nearest to the device; -1 where the host has none.
+    HostNumaId = 134,
+    /// Whether [`Driver::mem_create_host`] and mappings of its handles work: 1 or 0; since CUDA
+    /// 12.9.
+    HostNumaVirtualMemoryManagementSupported = 141,
 }
 
 /// Whether a stream is being captured into a graph.
@@ -177,6 +187,10 @@ pub trait Driver: Send + Sync + 'static {
     fn mem_address_free(&self, address: DeviceAddress, bytes: u64) -> DriverResult<()>;
     /// `cuMemCreate` of `bytes` on `device`, not shareable, bytes undefined.
     fn mem_create(&self, device: DeviceOrdinal, bytes: u64) -> DriverResult<FrameHandle>;
+    /// `cuMemCreate` of `bytes` of page-locked host memory on a NUMA node of the host, to be mapped
+    /// as device memory is: a device with access reads and writes it over the link. Zeroed by the
+    /// operating system. A device without the attribute refuses it.
+    fn mem_create_host(&self, node: HostNode, bytes: u64) -> DriverResult<FrameHandle>;
     /// `cuMemRelease`.
     fn mem_release(&self, frame: FrameHandle) -> DriverResult<()>;
     /// `cuMemMap` of a whole handle at `address`.

@@ -49,13 +49,14 @@ pub type CUmemGenericAllocationHandle = u64;
 /// `CUhostFn`.
 pub type CUhostFn = unsafe extern "C" fn(data: *mut c_void);
 
-/// `CUmemLocation`. The second word is a union in newer headers, of which a device uses `id`.
+/// `CUmemLocation`. The second word is a union in newer headers, of which both use `id`.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
 pub struct CUmemLocation {
-    /// `CUmemLocationType`, [`CU_MEM_LOCATION_TYPE_DEVICE`].
+    /// `CUmemLocationType`, [`CU_MEM_LOCATION_TYPE_DEVICE`] or
+    /// [`CU_MEM_LOCATION_TYPE_HOST_NUMA`].
     pub type_: c_uint,
-    /// The device's ordinal.
+    /// The device's ordinal, or the number of the host's NUMA node.
     pub id: c_int,
 }
 
@@ -106,6 +107,7 @@ pub mod constants {
 
     pub const CU_MEM_ALLOCATION_TYPE_PINNED: c_uint = 1;
     pub const CU_MEM_LOCATION_TYPE_DEVICE: c_uint = 1;
+    pub const CU_MEM_LOCATION_TYPE_HOST_NUMA: c_uint = 3;
     pub const CU_MEM_ACCESS_FLAGS_PROT_READWRITE: c_uint = 3;
     pub const CU_MEM_ALLOC_GRANULARITY_MINIMUM: c_uint = 0;
     pub const CU_MEMHOSTALLOC_PORTABLE: c_uint = 1;

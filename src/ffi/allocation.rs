@@ -140,8 +140,8 @@ fn fault_allocation(
         AllocationFault::Refill(fill) => {
             (VbarFault::of(fill.guard(), VbarOutcome::Refill), fill.into_hold(), Bytes::ToWrite)
         }
-        AllocationFault::Offloaded(reason) => {
-            out.write(VbarFault::offloaded(reason));
+        AllocationFault::Offloaded(refusal) => {
+            out.write(VbarFault::offloaded(refusal));
             return Ok(());
         }
         AllocationFault::Busy => {

@@ -14,7 +14,7 @@ use super::value::{Growing, Out, OutGrowing, Plain, read_growing, read_text};
 use crate::driver::select::{self, Opened, Selection};
 use crate::driver::sim::Sim;
 use crate::error::{Error, ErrorCode, Result};
-use crate::options::{ContextWaits, Eviction, Poison, RuntimeOptions, Threads};
+use crate::options::{ContextWaits, Eviction, HostMapped, Poison, RuntimeOptions, Threads};
 use crate::runtime::Runtime;
 use crate::slots::{Handles, Ref, Spread};
 use crate::units::{Context, DeviceOrdinal, PageSize, Stream};
@@ -83,6 +83,18 @@ pub enum VbarPoison {
     On = 1,
 }
 
+/// What a range of a bound VBAR comes to that needs more device frames than it can have.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[repr(u32)]
+pub enum VbarHostMapped {
+    /// It is offloaded.
+    Off = 0,
+    /// Its missing pages get page-locked host memory, as far as the host has some to spare, that
+    /// the device reads over the link: `VBAR_REASON_HOST_MAPPED`. They move to device frames at the
+    /// next fault for which there are some. As off where the device cannot map host memory.
+    On = 1,
+}
+
 /// How to open a device. Zeros are the defaults: set `size` to its sizeof, then what differs.
 #[derive(Clone, Copy)]
 #[repr(C)]
@@ -120,13 +132,17 @@ pub struct VbarDeviceOptions {
     pub staging_slot_count: u32,
     /// A `VbarPoison`.
     pub poison: u32,
+    /// A `VbarHostMapped`.
+    pub host_mapped: u32,
+    /// Zero.
+    pub reserved: u32,
 }
 
 // SAFETY: integers and raw pointers; the size first.
 unsafe impl Plain for VbarDeviceOptions {}
 // SAFETY: as above.
 unsafe impl Growing for VbarDeviceOptions {
-    const FIRST_BYTES: usize = std::mem::offset_of!(VbarDeviceOptions, poison) + size_of::<u32>();
+    const FIRST_BYTES: usize = std::mem::offset_of!(VbarDeviceOptions, reserved) + size_of::<u32>();
 }
 
 /// What a device is.
@@ -234,6 +250,9 @@ fn selection(driver: Option<&str>) -> Result<Selection> {
 
 fn runtime_options(options: &VbarDeviceOptions) -> Result<RuntimeOptions> {
     let defaults = RuntimeOptions::default();
+    if options.reserved != 0 {
+        return Err(invalid("reserved is not zero"));
+    }
     let page_size = match options.page_bytes {
         0 => defaults.page_size,
         bytes => PageSize::new(bytes).ok_or_else(|| {
@@ -260,6 +279,7 @@ fn runtime_options(options: &VbarDeviceOptions) -> Result<RuntimeOptions> {
         wait_timeout: given(options.wait_timeout_ms)
             .map_or(defaults.wait_timeout, Duration::from_millis),
         poison: choice("poison", options.poison, [Poison::Off, Poison::On])?,
+        host_mapped: choice("host_mapped", options.host_mapped, [HostMapped::Off, HostMapped::On])?,
         threads: match options.threads {
             0 => None,
             1 => Some(Threads::On),
@@ -392,6 +412,23 @@ pub unsafe extern "C" fn vbar_device_trim(
     call(|| {
         let out = Out::new(freed_bytes)?;
         out.write(find(device)?.runtime.trim(keep_bytes)?);
+        Ok(())
+    })
+}
+
+/// Gives host frames back that nobody pins and whose uses are over, and tells their bytes; see
+/// `VbarDeviceOptions::host_mapped`. Statuses: the common ones, the driver's. Thread-safe.
+///
+/// # Safety
+/// `freed_bytes` is NULL or can be written to.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vbar_device_trim_host_frames(
+    device: VbarDevice,
+    freed_bytes: *mut u64,
+) -> VbarStatus {
+    call(|| {
+        let out = Out::new(freed_bytes)?;
+        out.write(find(device)?.runtime.trim_host_frames()?);
         Ok(())
     })
 }

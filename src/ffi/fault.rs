@@ -13,7 +13,7 @@ use super::token::{Bytes, Reserved, Source, VbarToken};
 use super::value::{Out, OutArray, Plain, byte_range, read_array};
 use crate::error::Result;
 use crate::memory::pager::{Faulted, Hold};
-use crate::outcome::Reason;
+use crate::outcome::{Reason, Refusal};
 use crate::runtime::{Fault, Guard, Runtime};
 use crate::slots::Ref;
 use crate::slots::thread::{self, Thread};
@@ -28,7 +28,8 @@ pub enum VbarOutcome {
     Resident = 1,
     /// Mapped and pinned, the bytes undefined: write them, then `vbar_token_commit`.
     Refill = 2,
-    /// Not resident, by decision: use the host's copy. Nothing is pinned.
+    /// Not resident, by decision: use the host's copy. Nothing is pinned, unless the reason is
+    /// `VBAR_REASON_HOST_MAPPED`.
     Offloaded = 3,
     /// Another caller is filling the allocation. Nothing is pinned.
     Busy = 4,
@@ -63,16 +64,22 @@ pub enum VbarReason {
     FencePending = 10,
     /// A page of the range is lost to a failed undo.
     Quarantined = 11,
+    /// Readable and pinned all the same, pages of it in the host's memory, which the device reads
+    /// over the link: see `VbarDeviceOptions::host_mapped`. Address, bytes, signature and token are
+    /// those of a resident fault. Whoever does not want it so gives the token back.
+    HostMapped = 12,
 }
 
-/// What a fault came to. `address`, `bytes`, `signature` and `token` are 0 unless it is resident or
-/// to be refilled.
+/// What a fault came to. `address`, `signature` and `token` are 0 unless it is resident, to be
+/// refilled, or offloaded with `VBAR_REASON_HOST_MAPPED`.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[repr(C)]
 pub struct VbarFault {
     /// Device address of the first byte.
     pub address: u64,
-    /// Length in bytes.
+    /// Length in bytes. Of a fault that is offloaded and not pinned: bytes of device frames that
+    /// its ranges need, whole pages, each of them once; with a budget of less it is too large. 0
+    /// when it is busy.
     pub bytes: u64,
     /// Equal to an earlier signature of the same range exactly when no page of it lost its bytes
     /// since. Never repeats in a process.
@@ -112,9 +119,19 @@ impl VbarFault {
         reason: 0,
     };
 
-    pub(super) fn offloaded(reason: Reason) -> Self {
+    pub(super) fn offloaded(refusal: Refusal) -> Self {
+        let bytes = refusal.needed_bytes;
+        Self { bytes, ..Self::NOTHING }.because(refusal.reason)
+    }
+
+    /// The same pins, pages of them in the host's memory.
+    pub(super) fn host_mapped(self) -> Self {
+        self.because(Reason::HostMapped)
+    }
+
+    fn because(self, reason: Reason) -> Self {
         let (outcome, reason) = (VbarOutcome::Offloaded as u32, VbarReason::from(reason) as u32);
-        Self { outcome, reason, ..Self::NOTHING }
+        Self { outcome, reason, ..self }
     }
 
     /// Pins that have no token yet.
@@ -185,15 +202,18 @@ fn fault_otherwise(
     reserved: Reserved,
     out: &Out<VbarFault>,
 ) -> Result<()> {
-    match entry.vbar.fault_otherwise(range, stream)? {
-        Faulted::Resident(hold) => {
-            let address = entry.vbar.base().0 + range.start;
-            let told = VbarFault::resident(address, range.end - range.start, newest(&hold));
-            let token = reserved.hand_out(Source::Bar(entry), hold, Bytes::Valid);
-            out.write(VbarFault { token, ..told });
+    let address = entry.vbar.base().0 + range.start;
+    let told = |hold: &Hold| VbarFault::resident(address, range.end - range.start, newest(hold));
+    let (told, hold) = match entry.vbar.fault_otherwise(range, stream)? {
+        Faulted::Resident(hold) => (told(&hold), hold),
+        Faulted::HostMapped(hold) => (told(&hold).host_mapped(), hold),
+        Faulted::Offloaded(refusal) => {
+            out.write(VbarFault::offloaded(refusal));
+            return Ok(());
         }
-        Faulted::Offloaded(reason) => out.write(VbarFault::offloaded(reason)),
-    }
+    };
+    let token = reserved.hand_out(Source::Bar(entry), hold, Bytes::Valid);
+    out.write(VbarFault { token, ..told });
     Ok(())
 }
 
@@ -203,8 +223,9 @@ fn newest(hold: &Hold) -> Generation {
 }
 
 /// Makes several ranges of VBARs of one device resident, each with a token of its own, or none of
-/// them: then every element of `faults` says the same reason. Statuses: those of `vbar_bar_fault`;
-/// `INVALID_ARGUMENT` for a VBAR of another device. Thread-safe.
+/// them: then every element of `faults` says the same reason. Where one has pages in the host's
+/// memory, all say `VBAR_REASON_HOST_MAPPED`, each with a token. Statuses: those of
+/// `vbar_bar_fault`; `INVALID_ARGUMENT` for a VBAR of another device. Thread-safe.
 ///
 /// # Safety
 /// Both arrays have `count` elements.
@@ -226,8 +247,10 @@ pub unsafe extern "C" fn vbar_device_fault_many(
         }
         let runtime = &device::find(device)?.runtime;
         let told = match fault_ranges(runtime, &entries, ranges, Stream(stream))? {
-            Fault::Resident(holds) => hand_out_all(entries, reserved, holds),
-            Fault::Offloaded(reason) => vec![VbarFault::offloaded(reason); count],
+            Fault::Resident(holds) | Fault::HostMapped(holds) => {
+                hand_out_all(entries, reserved, holds)
+            }
+            Fault::Offloaded(refusal) => vec![VbarFault::offloaded(refusal); count],
         };
         out.write(told);
         Ok(())
@@ -251,7 +274,11 @@ fn fault_ranges(
     }
     Ok(match runtime.fault_many(&wanted, stream)? {
         Fault::Resident(guards) => Fault::Resident(guards.into_iter().map(told_and_hold).collect()),
-        Fault::Offloaded(reason) => Fault::Offloaded(reason),
+        Fault::HostMapped(guards) => {
+            let told = guards.into_iter().map(told_and_hold);
+            Fault::HostMapped(told.map(|(told, hold)| (told.host_mapped(), hold)).collect())
+        }
+        Fault::Offloaded(refusal) => Fault::Offloaded(refusal),
     })
 }
 
@@ -284,6 +311,7 @@ pub extern "C" fn vbar_reason_text(reason: u32) -> *const c_char {
         9 => c"fence_unknown",
         10 => c"fence_pending",
         11 => c"quarantined",
+        12 => c"host_mapped",
         _ => c"unknown",
     };
     text.as_ptr()
@@ -303,6 +331,7 @@ impl From<Reason> for VbarReason {
             Reason::FenceUnknown => Self::FenceUnknown,
             Reason::FencePending => Self::FencePending,
             Reason::Quarantined => Self::Quarantined,
+            Reason::HostMapped => Self::HostMapped,
         }
     }
 }

@@ -370,8 +370,12 @@ pub unsafe extern "C" fn vbar_model_fault(
         let reserved = thread::with(Reserved::take)?;
         let (told, hold) = match entry.bar.fault(number, Stream(stream))? {
             Fault::Resident(guard) => fault::told_and_hold(guard),
-            Fault::Offloaded(reason) => {
-                out.write(VbarFault::offloaded(reason));
+            Fault::HostMapped(guard) => {
+                let (told, hold) = fault::told_and_hold(guard);
+                (told.host_mapped(), hold)
+            }
+            Fault::Offloaded(refusal) => {
+                out.write(VbarFault::offloaded(refusal));
                 return Ok(());
             }
         };

@@ -94,7 +94,7 @@ pub struct VbarStatistics {
     pub hit_count: u64,
     /// Faults that had to map or fill a page.
     pub miss_count: u64,
-    /// Pages that got a frame.
+    /// Pages that got a frame, be it one of the host.
     pub mapped_page_count: u64,
     /// Pages that lost their frame.
     pub evicted_page_count: u64,
@@ -130,6 +130,9 @@ pub struct VbarStatistics {
     pub engine_kept_page_count: u64,
     /// Steps that the engine is ahead of the program.
     pub engine_ahead_step_count: u64,
+    /// Bytes of host frames held, page-locked and in none of the other numbers: see
+    /// `VbarDeviceOptions::host_mapped`.
+    pub host_mapped_bytes: u64,
 }
 
 // SAFETY: integers and arrays of them; the size first.
@@ -202,6 +205,7 @@ impl From<Statistics> for VbarStatistics {
             engine_planned_page_count: engine.planned_pages,
             engine_kept_page_count: engine.kept_pages,
             engine_ahead_step_count: engine.steps_ahead,
+            host_mapped_bytes: memory.host_mapped_bytes,
         }
     }
 }

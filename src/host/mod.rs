@@ -14,4 +14,5 @@ pub mod reading;
 pub mod room;
 pub mod safetensors;
 pub mod source;
+pub mod spare;
 pub mod system_memory;

@@ -7,10 +7,11 @@
 //! | from        | to                                | by                                       |
 //! |-------------|-----------------------------------|------------------------------------------|
 //! | Absent      | Claimed                           | a fault, under the device's lock         |
-//! | Claimed     | Issued, Resident, Absent          | the claimer: published, or undone        |
+//! | Claimed     | Issued, Resident, HostMapped      | the claimer: published                   |
+//! | Claimed     | Absent                            | the claimer: undone                      |
 //! | Claimed     | Evicting                          | the claimer: its fill failed             |
 //! | Issued      | Resident                          | whoever sees the ready fence passed      |
-//! | Issued, Resident | Evicting                 | the evictor, pins 0, under the lock      |
+//! | Issued, Resident, HostMapped | Evicting         | the evictor, pins 0, under the lock      |
 //! | Evicting    | Absent, or back (undone)          | the evictor, when the mapping is gone    |
 //! | Claimed, Evicting | Quarantined                 | a failed undo; nothing leads out         |
 //!
@@ -37,7 +38,7 @@ pub enum PageState {
     Issued = 2,
     /// It has its frame and everything before it is done.
     Resident = 3,
-    /// Backed by host memory that the device reads over the link.
+    /// It has a host frame, which the device reads over the link, after its ready fence.
     HostMapped = 4,
     /// On its way out; its mapping may outlast its frame.
     Evicting = 5,
@@ -64,15 +65,23 @@ impl PageState {
         matches!(self, Self::Issued | Self::Resident)
     }
 
+    /// As [`PageState::is_mapped`], from the host's memory too.
+    #[must_use]
+    pub fn is_readable(self) -> bool {
+        self.is_mapped() || self == Self::HostMapped
+    }
+
     fn may_become(self, next: Self) -> bool {
         use PageState as S;
         matches!(
             (self, next),
             (S::Absent, S::Claimed)
-                | (S::Claimed, S::Issued | S::Resident | S::Absent | S::Evicting | S::Quarantined)
+                | (S::Claimed, S::Issued | S::Resident | S::HostMapped | S::Absent)
+                | (S::Claimed, S::Evicting | S::Quarantined)
                 | (S::Issued, S::Resident | S::Evicting)
-                | (S::Resident, S::Evicting)
-                | (S::Evicting, S::Absent | S::Issued | S::Resident | S::Quarantined)
+                | (S::Resident | S::HostMapped, S::Evicting)
+                | (S::Evicting, S::Absent | S::Issued | S::Resident | S::HostMapped)
+                | (S::Evicting, S::Quarantined)
         )
     }
 }
@@ -160,10 +169,20 @@ impl Page {
     /// Adds a pin if the page is mapped.
     #[inline(always)]
     pub fn pin(&self) -> Pin {
+        self.pin_if(PageState::is_mapped)
+    }
+
+    /// Adds a pin if the page is mapped, be it from the host's memory.
+    pub fn pin_readable(&self) -> Pin {
+        self.pin_if(PageState::is_readable)
+    }
+
+    #[inline(always)]
+    fn pin_if(&self, admits: impl Fn(PageState) -> bool) -> Pin {
         let mut bits = self.word.load(Acquire);
         loop {
             let word = Word::unpack(bits);
-            if !word.state.is_mapped() {
+            if !admits(word.state) {
                 return Pin::Absent(word);
             }
             if u64::from(word.pins) == PIN_MAX {
@@ -253,9 +272,18 @@ impl Page {
 
     /// Starts to evict a mapped page without pins, or says what it is instead.
     pub fn start_evicting(&self) -> std::result::Result<(), Word> {
+        self.evict_if(PageState::is_mapped)
+    }
+
+    /// As [`Page::start_evicting`], of a page in the host's memory.
+    pub fn start_leaving_host(&self) -> std::result::Result<(), Word> {
+        self.evict_if(|state| state == PageState::HostMapped)
+    }
+
+    fn evict_if(&self, admits: impl Fn(PageState) -> bool) -> std::result::Result<(), Word> {
         loop {
             let word = self.word();
-            if !word.state.is_mapped() || word.pins > 0 {
+            if !admits(word.state) || word.pins > 0 {
                 return Err(word);
             }
             if self.exchange(word, Word { state: PageState::Evicting, ..word }).is_ok() {
@@ -498,6 +526,22 @@ mod tests {
         page.start_evicting().unwrap();
         page.settle(PageState::Absent);
         assert_eq!(draw(page.word()), '.');
+    }
+
+    #[test]
+    fn a_page_in_the_hosts_memory_takes_its_own_pins_only() {
+        let page = Page::default();
+        page.claim().unwrap();
+        page.publish(PageState::HostMapped, 0, Ticket::NONE);
+        assert!(matches!(page.pin(), Pin::Absent(_)));
+        let Pin::Pinned(word) = page.pin_readable() else { panic!("it is readable") };
+        assert_eq!((word.state, draw(word)), (PageState::HostMapped, 'h'));
+        assert!(page.start_leaving_host().is_err() && page.start_evicting().is_err());
+        page.unpin(word.generation).unwrap();
+        assert!(page.start_evicting().is_err(), "it has no device frame to give");
+        page.start_leaving_host().unwrap();
+        page.settle(PageState::Absent);
+        assert!(matches!(page.pin_readable(), Pin::Absent(_)));
     }
 
     #[test]

@@ -11,7 +11,7 @@ use super::bar::{Fault, Guard, Vbar};
 use crate::driver::CaptureState;
 use crate::error::{Error, ErrorCode, Result};
 use crate::memory::pager::Hold;
-use crate::outcome::{Reason, WaitKind};
+use crate::outcome::{Reason, Refusal, WaitKind};
 use crate::sync::ticket::Ticket;
 use crate::sync::{AcqRel, Acquire, AtomicU64, Relaxed, Release};
 use crate::units::{DeviceAddress, Generation, Stream};
@@ -52,7 +52,7 @@ pub enum AllocationFault<'a> {
     /// Mapped and pinned, the bytes undefined: write them on the stream given, then commit.
     Refill(FillGuard<'a>),
     /// Not resident, by decision; nothing has changed.
-    Offloaded(Reason),
+    Offloaded(Refusal),
     /// Another caller is filling the allocation; nothing has changed.
     Busy,
 }
@@ -97,7 +97,12 @@ impl Allocation {
     pub fn fault(&self, stream: Stream) -> Result<AllocationFault<'_>> {
         let guard = match self.vbar.fault(self.range.clone(), stream)? {
             Fault::Resident(guard) => guard,
-            Fault::Offloaded(reason) => return Ok(AllocationFault::Offloaded(reason)),
+            // Only a bound VBAR has pages there, and that has no allocations.
+            Fault::HostMapped(guard) => {
+                guard.release_unused();
+                return Ok(self.refuse(Reason::HostMapped));
+            }
+            Fault::Offloaded(refusal) => return Ok(AllocationFault::Offloaded(refusal)),
         };
         loop {
             let state = self.state.load(Acquire);
@@ -208,7 +213,9 @@ impl Allocation {
 
     fn refuse(&self, reason: Reason) -> AllocationFault<'_> {
         self.vbar.runtime().device().counters.refuse(reason);
-        AllocationFault::Offloaded(reason)
+        let pages = self.vbar.bar().page_size.pages_of(&self.range);
+        let needed_bytes = pages.len() as u64 * self.vbar.bar().page_size.bytes();
+        AllocationFault::Offloaded(Refusal { reason, needed_bytes })
     }
 
     /// Ends a fill; nobody else changes the state during one.

@@ -9,7 +9,7 @@ use crate::memory::pager::{BarMarks, Faulted, Freed, HeldPins, Hit, Hold, Reside
 use crate::memory::pins::Token;
 use crate::memory::space::SpaceKind;
 use crate::memory::vbar::{self, Bar};
-use crate::outcome::Reason;
+use crate::outcome::{Reason, Refusal};
 use crate::slots::Thread;
 use crate::units::{DeviceAddress, Generation, PageIndex, Stream};
 
@@ -33,24 +33,40 @@ pub(super) struct VbarInner {
 pub enum Fault<G> {
     /// Resident, pinned by the guard, and valid for the stream given.
     Resident(G),
+    /// As `Resident`, with pages in the host's memory: the device reads them over the link, at a
+    /// small part of the speed of its own memory. Only with
+    /// [`HostMapped::On`](crate::options::HostMapped), and only of a bound VBAR.
+    ///
+    /// A variant of its own, since it is a choice: read it where it is, copy it to where there is
+    /// room, or drop the guard and compute on the host.
+    HostMapped(G),
     /// Not resident, by decision; nothing has changed.
-    Offloaded(Reason),
+    Offloaded(Refusal),
 }
 
 impl<G> Fault<G> {
-    /// The guard, or `None` when the range is offloaded.
+    /// The guard, or `None` when not all of the range is in the device's memory.
     pub fn resident(self) -> Option<G> {
         match self {
             Self::Resident(guard) => Some(guard),
+            Self::HostMapped(_) | Self::Offloaded(_) => None,
+        }
+    }
+
+    /// The guard, wherever the bytes are, or `None` when the range has no pins.
+    pub fn readable(self) -> Option<G> {
+        match self {
+            Self::Resident(guard) | Self::HostMapped(guard) => Some(guard),
             Self::Offloaded(_) => None,
         }
     }
 
-    /// The reason, or `None` when the range is resident.
+    /// Why the range is not resident, or `None` when it is.
     pub fn offloaded(&self) -> Option<Reason> {
         match self {
             Self::Resident(_) => None,
-            Self::Offloaded(reason) => Some(*reason),
+            Self::HostMapped(_) => Some(Reason::HostMapped),
+            Self::Offloaded(refusal) => Some(refusal.reason),
         }
     }
 }
@@ -203,7 +219,7 @@ impl Vbar {
     }
 
     /// The first `limit` pages as characters: `.` absent, `f` filling, `i` on its way, `#`
-    /// resident, `P` pinned, `!` evicting, `X` quarantined.
+    /// resident, `P` pinned, `h` in the host's memory, `!` evicting, `X` quarantined.
     #[must_use]
     pub fn draw(&self, limit: u32) -> String {
         vbar::draw(self.bar(), limit)
@@ -292,7 +308,8 @@ impl VbarInner {
         let pages = self.bar.pages_of(&bytes)?;
         Ok(match self.runtime.pager().fault(&self.bar, pages, stream)? {
             Faulted::Resident(hold) => Fault::Resident(Guard::new(self, bytes, hold)),
-            Faulted::Offloaded(reason) => Fault::Offloaded(reason),
+            Faulted::HostMapped(hold) => Fault::HostMapped(Guard::new(self, bytes, hold)),
+            Faulted::Offloaded(refusal) => Fault::Offloaded(refusal),
         })
     }
 

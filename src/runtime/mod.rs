@@ -17,8 +17,9 @@ use std::time::Duration;
 use crate::copy::engine::Engine;
 use crate::driver::{DeviceAttribute, Driver, DriverCode};
 use crate::error::{Error, ErrorCode, Result};
+use crate::host::spare::HostRoom;
 use crate::memory::pager::{
-    Faulted, Follow, Freed, MemoryNumbers, Pager, Reclaim, Request, is_work_pending,
+    Faulted, Follow, Freed, Hold, MemoryNumbers, Pager, Reclaim, Request, is_work_pending,
 };
 use crate::memory::pins::{Pins, Token};
 use crate::options::{RuntimeOptions, STAGING_SLOTS_MAX, Threads};
@@ -217,16 +218,16 @@ impl Runtime {
             }
             requests.push(Request { bar: vbar.bar(), pages: vbar.bar().pages_of(bytes)? });
         }
+        let guards = |holds: Vec<Hold>| {
+            let guards = ranges.iter().zip(holds);
+            guards
+                .map(|((vbar, bytes), hold)| Guard::new(vbar.inner(), bytes.clone(), hold))
+                .collect()
+        };
         Ok(match self.pager().fault_many(&requests, stream)? {
-            Faulted::Resident(holds) => {
-                let guards = ranges.iter().zip(holds);
-                Fault::Resident(
-                    guards
-                        .map(|((vbar, bytes), hold)| Guard::new(vbar.inner(), bytes.clone(), hold))
-                        .collect(),
-                )
-            }
-            Faulted::Offloaded(reason) => Fault::Offloaded(reason),
+            Faulted::Resident(holds) => Fault::Resident(guards(holds)),
+            Faulted::HostMapped(holds) => Fault::HostMapped(guards(holds)),
+            Faulted::Offloaded(refusal) => Fault::Offloaded(refusal),
         })
     }
 
@@ -287,12 +288,27 @@ impl Runtime {
     }
 
     /// Gives page-locked host memory back until at most `keep_bytes` are held, or what is left is
-    /// in use. Returns the bytes given back. Waits for the device.
+    /// in use; host frames are none of it. Returns the bytes given back. Waits for the device.
     ///
     /// # Errors
     /// `DeviceLost`, `ProcessEnding`, and what the driver says.
     pub fn trim_host(&self, keep_bytes: u64) -> Result<u64> {
         self.pager().trim_host(keep_bytes)
+    }
+
+    /// Gives host frames back that nobody pins and whose uses are over; see
+    /// [`HostMapped`](crate::options::HostMapped). Returns their bytes.
+    ///
+    /// # Errors
+    /// `DeviceLost`, `ProcessEnding`, or what the driver says.
+    pub fn trim_host_frames(&self) -> Result<u64> {
+        self.pager().trim_host_frames()
+    }
+
+    /// Sets who says how much host memory may be held in host frames, instead of what the system
+    /// says is left.
+    pub fn set_host_room(&self, room: Arc<dyn HostRoom>) {
+        self.pager().set_host_room(room);
     }
 
     /// Gives memory of all VBARs back to the driver, lowest rank first; see [`Vbar::free_memory`].

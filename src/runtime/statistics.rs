@@ -20,7 +20,7 @@ pub struct Statistics {
     pub hits: u64,
     /// Faults that had to map or fill a page.
     pub misses: u64,
-    /// Pages that got a frame.
+    /// Pages that got a frame, be it one of the host.
     pub pages_mapped: u64,
     /// Of those, pages that were fetched before a fault asked for them.
     pub pages_ahead: u64,

@@ -27,7 +27,7 @@ CASE(vbar_last_message) {
 }
 
 CASE(vbar_reason_text) {
-    CHECK(strcmp(vbar_reason_text(VBAR_REASON_QUARANTINED + 1), "unknown") == 0);
+    CHECK(strcmp(vbar_reason_text(VBAR_REASON_HOST_MAPPED + 1), "unknown") == 0);
     CHECK(strcmp(vbar_reason_text(UINT32_MAX), "unknown") == 0);
 }
 
@@ -127,6 +127,12 @@ CASE(vbar_device_open) {
     options.poison = 2;
     OPEN_FAILS(options, VBAR_STATUS_INVALID_ARGUMENT, "poison is 2");
     options = good;
+    options.host_mapped = UINT32_MAX;
+    OPEN_FAILS(options, VBAR_STATUS_INVALID_ARGUMENT, "host_mapped is 4294967295");
+    options = good;
+    options.reserved = 1;
+    OPEN_FAILS(options, VBAR_STATUS_INVALID_ARGUMENT, "reserved is not zero");
+    options = good;
     options.headroom_bytes = UINT64_MAX - 1;
     OPEN_FAILS(options, VBAR_STATUS_INVALID_ARGUMENT, "headroom");
     options = good;
@@ -173,6 +179,14 @@ CASE(vbar_device_budget) {
 
 CASE(vbar_device_refresh) {
     EACH_BAD_ID(DEVICE, VbarDevice, bad, vbar_device_refresh(bad));
+}
+
+CASE(vbar_device_trim_host_frames) {
+    BAD_PLACES(uint64_t, bad, vbar_device_trim_host_frames(world.device, bad));
+    EACH_BAD_ID(DEVICE, VbarDevice, bad, vbar_device_trim_host_frames(bad, untouched()));
+    uint64_t freed = 9;
+    OK(vbar_device_trim_host_frames(world.device, &freed));
+    CHECK(freed == 0);
 }
 
 CASE(vbar_device_trim) {
@@ -270,6 +284,7 @@ const struct Case device_cases[] = {
     ENTRY(vbar_device_info),         ENTRY(vbar_device_set_budget),
     ENTRY(vbar_device_set_headroom), ENTRY(vbar_device_budget),
     ENTRY(vbar_device_refresh),      ENTRY(vbar_device_trim),
+    ENTRY(vbar_device_trim_host_frames),
     ENTRY(vbar_device_free_memory),  ENTRY(vbar_device_cancel_waits),
     ENTRY(vbar_device_statistics),   ENTRY(vbar_stream_retire),
     ENTRY(vbar_device_set_wait_timeout), ENTRY(vbar_thread_set_wait_check),

@@ -171,7 +171,7 @@ fn a_failed_record_leaves_the_frames_former_reader_alone() {
     let third = world.another_stream();
     let guard = loop {
         match last.fault(0..P, third).unwrap() {
-            Fault::Resident(guard) => break guard,
+            Fault::Resident(guard) | Fault::HostMapped(guard) => break guard,
             Fault::Offloaded(_) => std::thread::yield_now(),
         }
     };
@@ -192,8 +192,8 @@ fn many_ranges_come_together_or_not_at_all() {
         .fault_many(ranges, world.stream)
         .unwrap()
     {
-        Fault::Resident(guards) => Ok(guards.len()),
-        Fault::Offloaded(reason) => Err(reason),
+        Fault::Resident(guards) | Fault::HostMapped(guards) => Ok(guards.len()),
+        Fault::Offloaded(refusal) => Err(refusal.reason),
     };
     assert_eq!(many(&[]), Ok(0));
     assert_eq!(many(&[(&one, 0..3 * P), (&two, 0..2 * P)]), Err(Reason::TooLarge));

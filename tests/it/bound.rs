@@ -13,7 +13,7 @@ use vbar::host::source::{FileIdentity, ModelFile, ReadAt};
 use vbar::model::synth::{synthesize, tensor_seed};
 use vbar::options::{Eviction, RuntimeOptions};
 use vbar::units::{DeviceAddress, Stream};
-use vbar::{ErrorCode, Fault, ModelBar, Reason};
+use vbar::{ErrorCode, Fault, ModelBar, Reason, Refusal};
 
 use crate::world::{DEVICE, P, ROOMY, World, budget_options, pattern_sum};
 
@@ -56,7 +56,7 @@ impl Bench {
     #[track_caller]
     fn use_tensor(&self, tensor: usize, stream: Stream) {
         match self.bar.fault(tensor, stream).unwrap() {
-            Fault::Resident(guard) => {
+            Fault::Resident(guard) | Fault::HostMapped(guard) => {
                 let delay = Duration::from_micros(50);
                 self.world.sum(guard.address(), guard.bytes(), self.target, delay, stream);
             }
@@ -173,7 +173,9 @@ fn a_range_larger_than_the_budget_is_offloaded_and_others_go_on() {
     let whole = 0..bench.bar.vbar().bytes();
     for _ in 0..2 {
         let outcome = bench.bar.vbar().fault(whole.clone(), bench.world.stream).unwrap();
-        assert_eq!(outcome.offloaded(), Some(Reason::TooLarge));
+        let needed_bytes = whole.end;
+        let Fault::Offloaded(refusal) = outcome else { panic!("{outcome:?}") };
+        assert_eq!(refusal, Refusal { reason: Reason::TooLarge, needed_bytes });
         bench.check_pass();
     }
     bench.check_shut();

@@ -1,11 +1,12 @@
-//! The part of the door's suite about registered host memory and the time between events.
+//! The part of the door's suite about host memory, mapped and registered, and the time between
+//! events.
 #![expect(unsafe_code, reason = "registers memory and copies through raw pointers")]
 
 use std::ptr::NonNull;
 use std::time::{Duration, Instant};
 
-use vbar::driver::DriverCode;
 use vbar::driver::kernel::pattern;
+use vbar::driver::{DeviceAttribute, DriverCode, HostNode};
 
 use super::{Rig, bytes_of};
 
@@ -27,6 +28,39 @@ fn register(rig: &Rig, memory: NonNull<u8>, bytes: usize) -> Result<(), DriverCo
 
 fn unregister(rig: &Rig, memory: NonNull<u8>) -> Result<(), DriverCode> {
     rig.driver.mem_host_unregister(memory).map_err(|error| error.code)
+}
+
+/// Host memory at a device address: read and written as a frame is, and no memory of the device's.
+pub(super) fn check_host_frames(rig: &Rig) {
+    let (driver, device) = (&rig.driver, rig.device);
+    let attribute = |attribute| driver.device_get_attribute(device, attribute);
+    let supported = attribute(DeviceAttribute::HostNumaVirtualMemoryManagementSupported);
+    if supported.unwrap_or(0) != 1 {
+        assert!(driver.mem_create_host(HostNode(0), rig.page).is_err(), "not told to be there");
+        return;
+    }
+    let node = attribute(DeviceAttribute::HostNumaId).ok().and_then(|node| node.try_into().ok());
+    let (stream, node) = (rig.stream(), HostNode(node.unwrap_or(0)));
+    let free_before = driver.mem_get_info().expect("free memory").free_bytes;
+    // More than the driver may need for page tables.
+    let frames: Vec<_> =
+        (0..16).map(|_| driver.mem_create_host(node, rig.page).expect("a host frame")).collect();
+    let taken = free_before.saturating_sub(driver.mem_get_info().expect("free memory").free_bytes);
+    assert!(taken < 16 * rig.page, "{taken} bytes of the device");
+    let address = driver.mem_address_reserve(rig.page, 0).expect("addresses");
+    driver.mem_map(address, rig.page, frames[0]).expect("a mapping");
+    driver.mem_set_access(address, rig.page, &[device]).expect("access");
+    let mut bytes = vec![0; LEN];
+    pattern(&mut bytes, 9);
+    rig.write(address, &bytes, stream);
+    assert_eq!(rig.read(address, LEN, stream), bytes);
+    rig.write_late(address, 16, 10, stream);
+    driver.stream_synchronize(stream).expect("its end");
+    assert_eq!(rig.read(address, 16, stream), bytes_of(1, 16));
+    driver.mem_unmap(address, rig.page).expect("unmapping");
+    frames.into_iter().for_each(|frame| driver.mem_release(frame).expect("releasing"));
+    driver.mem_address_free(address, rig.page).expect("freeing addresses");
+    rig.destroy(&[stream], &[]);
 }
 
 pub(super) fn check_registered_memory(rig: &Rig) {

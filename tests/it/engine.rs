@@ -48,7 +48,7 @@ impl Bench {
     fn touch(&mut self, bar: usize, tensor: usize) {
         let model = &self.bars[bar];
         match model.fault(tensor, self.world.stream).unwrap() {
-            Fault::Resident(guard) => {
+            Fault::Resident(guard) | Fault::HostMapped(guard) => {
                 let delay = Duration::from_micros(20);
                 let (address, bytes) = (guard.address(), guard.bytes());
                 self.world.sum(address, bytes, self.target, delay, self.world.stream);

@@ -455,7 +455,7 @@ fn driver_calls_fail_at_random_and_nothing_is_lost() {
                 // The engine goes on among failures; the test's own calls do not.
                 let told = &model.model().tensors()[tensor];
                 match fault {
-                    Ok(Fault::Resident(guard)) => {
+                    Ok(Fault::Resident(guard) | Fault::HostMapped(guard)) => {
                         sim.heal();
                         let (address, bytes) = (guard.address(), guard.bytes());
                         rig.world.sum(address, bytes, rig.target, Duration::ZERO, stream);

@@ -18,6 +18,8 @@ mod engine;
 mod engine_more;
 mod files;
 mod forked;
+mod host_mapped;
+mod host_mapped_twin;
 mod limits;
 mod logs;
 mod poison;

@@ -166,7 +166,7 @@ fn scenario_13_eight_threads_and_three_vbars() {
                         4 => drop(world.runtime.trim(4 * P).unwrap()),
                         5 => bar.set_class((random >> 40) as i32 % 3).unwrap(),
                         _ => match bar.fault(start * P..end * P, stream).unwrap() {
-                            Fault::Resident(guard) => drop(guard),
+                            Fault::Resident(guard) | Fault::HostMapped(guard) => drop(guard),
                             Fault::Offloaded(_) => {}
                         },
                     }

@@ -119,7 +119,7 @@ fn scenario_5_a_double_unpin_takes_no_neighbours_pin() {
     let vbar = world.vbar(1);
     let (a, b) = (0..P / 2, P / 2..P);
     let token = |range| match vbar.fault(range, world.stream).unwrap() {
-        Fault::Resident(guard) => guard.into_token(),
+        Fault::Resident(guard) | Fault::HostMapped(guard) => guard.into_token(),
         Fault::Offloaded(reason) => panic!("{reason}"),
     };
     let (a, b) = (token(a), token(b));

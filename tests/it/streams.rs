@@ -359,7 +359,8 @@ fn a_miss_on_a_capturing_stream_is_offloaded_and_breaks_nothing() {
         world.sim.begin_capture(world.stream, mode).unwrap();
         assert_eq!(fault(&world, &vbar, 1..2).offloaded(), Some(Reason::Capture));
         let refill = fresh.fault(world.stream).unwrap();
-        assert!(matches!(refill, AllocationFault::Offloaded(Reason::Capture)), "{refill:?}");
+        let AllocationFault::Offloaded(refusal) = refill else { panic!("{refill:?}") };
+        assert_eq!((refusal.reason, refusal.needed_bytes), (Reason::Capture, P));
         assert_eq!(world.runtime.statistics().refused(Reason::Capture), 2);
         world.sum(target, 8, target.offset(8), Duration::ZERO, world.stream);
         let graph = world.sim.end_capture(world.stream).unwrap();

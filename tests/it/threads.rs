@@ -61,7 +61,7 @@ fn threads_share_a_model_that_is_too_large() {
             for _ in 0..400 {
                 let tensor = draw.below(tensors.len() as u64) as usize;
                 match bar.fault(tensor, stream).unwrap() {
-                    Fault::Resident(guard) => {
+                    Fault::Resident(guard) | Fault::HostMapped(guard) => {
                         let (address, bytes) = (guard.address(), guard.bytes());
                         world.sum(address, bytes, target, Duration::ZERO, stream);
                         expected = expected.wrapping_add(sums[tensor]);

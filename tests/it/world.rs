@@ -93,11 +93,11 @@ impl World {
     /// Faults pages and gives them back; whether they were resident.
     pub(crate) fn touch(&self, vbar: &Vbar, pages: Range<u64>) -> Result<(), Reason> {
         match fault(self, vbar, pages) {
-            Fault::Resident(guard) => {
+            Fault::Resident(guard) | Fault::HostMapped(guard) => {
                 drop(guard);
                 Ok(())
             }
-            Fault::Offloaded(reason) => Err(reason),
+            Fault::Offloaded(refusal) => Err(refusal.reason),
         }
     }
 
@@ -145,6 +145,8 @@ impl World {
         assert!(self.runtime.is_valid(), "the pager's tables contradict themselves");
         let own = self.own_bytes.load(Ordering::Relaxed);
         assert_eq!(self.sim.used_bytes(DEVICE) - own, self.runtime.used_bytes());
+        let host_bytes = self.runtime.numbers().host_mapped_bytes;
+        assert_eq!(self.sim.live_host_frames() * P, host_bytes);
     }
 
     /// Closes the runtime, whose VBARs are gone: nothing of it is left.
@@ -194,7 +196,7 @@ pub(crate) fn resident<'a>(world: &World, vbar: &'a Vbar, pages: Range<u64>) -> 
 #[track_caller]
 pub(crate) fn resident_on<'a>(vbar: &'a Vbar, pages: Range<u64>, stream: Stream) -> Guard<'a> {
     match vbar.fault(pages.start * P..pages.end * P, stream).unwrap() {
-        Fault::Resident(guard) => guard,
+        Fault::Resident(guard) | Fault::HostMapped(guard) => guard,
         Fault::Offloaded(reason) => panic!("pages {pages:?} are offloaded: {reason}"),
     }
 }

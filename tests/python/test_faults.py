@@ -482,6 +482,18 @@ class Models(Case):
         with open_device(budget=2 * PAGE) as device, device.open_model(path) as model:
             with model.fault("a") as weight:
                 self.assertEqual((bool(weight), weight.reason), (False, vbar.Reason.TOO_LARGE))
+                self.assertEqual(weight.needed_bytes, 3 * PAGE)
+
+    def test_a_tensor_larger_than_the_budget_is_read_from_the_host(self):
+        path = self.model_of({"a": ("U8", (3 * PAGE,), pattern(3 * PAGE))})
+        options = {"budget": 2 * PAGE, "host_mapped": True}
+        with open_device(**options) as device, device.open_model(path) as model:
+            stream = Sim(device).stream()
+            with model.fault("a", stream=stream) as weight:
+                self.assertEqual((bool(weight), weight.nbytes), (True, 3 * PAGE))
+                self.assertEqual(weight.reason, vbar.Reason.HOST_MAPPED)
+                self.assertEqual(device.statistics().host_mapped_bytes, 3 * PAGE)
+                self.assertEqual((device.trim_host_frames(), device.statistics().used_bytes), (0, 0))
 
 
 class Debugging(Case):

@@ -54,7 +54,9 @@ struct properties {
 struct access { struct location location; int flags; };
 static result check_frame(const struct properties *it) {
     struct properties wanted = { 1, 0, { 1, 0 }, NULL, 0, 0, 0, { 0 } };
-    return memcmp(it, &wanted, sizeof wanted) ? INVALID_VALUE : 0;
+    /* Or host memory on node 2. */
+    struct properties host = { 1, 0, { 3, 2 }, NULL, 0, 0, 0, { 0 } };
+    return memcmp(it, &wanted, sizeof wanted) && memcmp(it, &host, sizeof host) ? INVALID_VALUE : 0;
 }
 result cuMemGetAllocationGranularity(size_t *bytes, const struct properties *it, int option) {
     return option ? INVALID_VALUE : (*bytes = 2 << 20, check_frame(it));

@@ -18,7 +18,7 @@ use parking_lot::Mutex;
 use crate::driver::sys::{self, *};
 use crate::driver::{
     CaptureMode, CaptureState, Context, DeviceAttribute, DeviceMemory, Driver, DriverCode,
-    DriverError, DriverResult, Event, FrameHandle, GraphRelease, KernelCall,
+    DriverError, DriverResult, Event, FrameHandle, GraphRelease, HostNode, KernelCall,
 };
 use crate::error::Result;
 use crate::units::{DeviceAddress, DeviceOrdinal, Stream};
@@ -129,13 +129,30 @@ impl Cuda {
         device: DeviceOrdinal,
     ) -> DriverResult<CUmemAllocationProp> {
         self.device(call, device)?;
-        Ok(CUmemAllocationProp {
-            type_: CU_MEM_ALLOCATION_TYPE_PINNED,
-            requested_handle_types: 0,
-            location: location(device),
-            win32_handle_meta_data: 0,
-            alloc_flags: CUmemAllocFlags::default(),
-        })
+        Ok(properties_at(location(device)))
+    }
+
+    fn create(
+        &self,
+        call: &'static str,
+        properties: &CUmemAllocationProp,
+        bytes: u64,
+    ) -> DriverResult<FrameHandle> {
+        let frame = output(call, |frame| {
+            // SAFETY: `frame` is a valid place, `properties` is read during the call only.
+            unsafe { (self.api.cuMemCreate)(frame, bytes as usize, properties, 0) }
+        })?;
+        Ok(FrameHandle(frame))
+    }
+}
+
+fn properties_at(location: CUmemLocation) -> CUmemAllocationProp {
+    CUmemAllocationProp {
+        type_: CU_MEM_ALLOCATION_TYPE_PINNED,
+        requested_handle_types: 0,
+        location,
+        win32_handle_meta_data: 0,
+        alloc_flags: CUmemAllocFlags::default(),
     }
 }
 
@@ -304,12 +321,15 @@ impl Driver for Cuda {
 
     fn mem_create(&self, device: DeviceOrdinal, bytes: u64) -> DriverResult<FrameHandle> {
         const CALL: &str = "cuMemCreate";
-        let properties = self.properties(CALL, device)?;
-        let frame = output(CALL, |frame| {
-            // SAFETY: `frame` is a valid place, `properties` is read during the call only.
-            unsafe { (self.api.cuMemCreate)(frame, bytes as usize, &properties, 0) }
-        })?;
-        Ok(FrameHandle(frame))
+        self.create(CALL, &self.properties(CALL, device)?, bytes)
+    }
+
+    fn mem_create_host(&self, node: HostNode, bytes: u64) -> DriverResult<FrameHandle> {
+        const CALL: &str = "cuMemCreate";
+        let invalid = |_| DriverError::new(CALL, DriverCode::INVALID_VALUE);
+        let id = c_int::try_from(node.0).map_err(invalid)?;
+        let place = CUmemLocation { type_: CU_MEM_LOCATION_TYPE_HOST_NUMA, id };
+        self.create(CALL, &properties_at(place), bytes)
     }
 
     fn mem_release(&self, frame: FrameHandle) -> DriverResult<()> {

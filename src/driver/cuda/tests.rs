@@ -101,6 +101,8 @@ fn frames_are_plain_and_access_is_one_call() {
     let cuda = fake(&[]);
     assert_eq!(cuda.mem_get_allocation_granularity(DEVICE), Ok(2 << 20));
     assert_eq!(cuda.mem_create(DEVICE, 4 << 20), Ok(FrameHandle(4 << 20)));
+    assert_eq!(cuda.mem_create_host(HostNode(2), 6 << 20), Ok(FrameHandle(6 << 20)));
+    assert_eq!(code(cuda.mem_create_host(HostNode(u32::MAX), 6 << 20)), 1);
     let address = DeviceAddress(0x1000);
     assert_eq!(cuda.mem_set_access(address, 0x2000, &[DEVICE, DEVICE]), Ok(()));
     assert_eq!(code(cuda.mem_set_access(address, 0x2000, &[DEVICE, DeviceOrdinal(1)])), 101);

@@ -9,8 +9,8 @@
 use std::collections::BTreeMap;
 use std::io;
 use std::os::fd::OwnedFd;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
 
 use parking_lot::Mutex;
 
@@ -107,6 +107,27 @@ impl Drop for Device {
 pub(super) struct Holdings {
     pub(super) frames: AtomicU64,
     pub(super) bytes: AtomicU64,
+}
+
+/// Host memory that is mapped at device addresses: one node, a memory file of its own, made when
+/// the first frame is. What happens to it belongs to the first device, whose loss it shares.
+#[derive(Default)]
+pub(super) struct HostFrames {
+    memory: OnceLock<Arc<Device>>,
+    pub(super) holdings: Arc<Holdings>,
+}
+
+/// Host memory for frames, in bytes; twice that in addresses.
+const HOST_CAPACITY: u64 = 8 << 30;
+
+impl HostFrames {
+    pub(super) fn memory(&self, granularity: u64) -> io::Result<Arc<Device>> {
+        if let Some(memory) = self.memory.get() {
+            return Ok(Arc::clone(memory));
+        }
+        let made = Arc::new(Device::new(DeviceOrdinal(0), HOST_CAPACITY, granularity)?);
+        Ok(Arc::clone(self.memory.get_or_init(|| made)))
+    }
 }
 
 /// Physical memory: lives until its handle is released and its last mapping has gone.

@@ -13,7 +13,7 @@ use super::stream::{Point, Span, StreamKind, StreamState, Work};
 use super::{Core, Sim, Verb};
 use crate::driver::{
     CaptureMode, CaptureState, Context, DeviceAttribute, DeviceMemory, Driver, DriverCode,
-    DriverResult, Event, FrameHandle, GraphRelease, KernelCall,
+    DriverResult, Event, FrameHandle, GraphRelease, HostNode, KernelCall,
 };
 use crate::units::{DeviceAddress, DeviceOrdinal, Stream};
 
@@ -179,7 +179,10 @@ impl Driver for Sim {
             DeviceAttribute::ComputeCapabilityMajor => 9,
             DeviceAttribute::ComputeCapabilityMinor => 0,
             DeviceAttribute::VirtualMemoryManagementSupported => i32::from(self.core.options.vmm),
-            DeviceAttribute::ReadOnlyHostRegisterSupported => 0,
+            DeviceAttribute::ReadOnlyHostRegisterSupported | DeviceAttribute::HostNumaId => 0,
+            DeviceAttribute::HostNumaVirtualMemoryManagementSupported => {
+                i32::from(self.core.options.vmm && self.core.options.host_vmm)
+            }
         })
     }
 
@@ -247,6 +250,11 @@ impl Driver for Sim {
     fn mem_create(&self, device: DeviceOrdinal, bytes: u64) -> DriverResult<FrameHandle> {
         self.core.gate_unsafe(Verb::MemCreate)?;
         self.core.mem_create(device, bytes)
+    }
+
+    fn mem_create_host(&self, node: HostNode, bytes: u64) -> DriverResult<FrameHandle> {
+        self.core.gate_unsafe(Verb::MemCreateHost)?;
+        self.core.mem_create_host(node, bytes)
     }
 
     fn mem_release(&self, frame: FrameHandle) -> DriverResult<()> {

@@ -42,6 +42,12 @@ impl Sim {
         self.core.holdings[device.0 as usize].bytes.load(Ordering::Relaxed)
     }
 
+    /// Host frames of this process whose memory lives; their memory is none of the device's.
+    #[must_use]
+    pub fn live_host_frames(&self) -> u64 {
+        self.core.host_frames.holdings.frames.load(Ordering::Relaxed)
+    }
+
     /// Reservations not freed.
     #[must_use]
     pub fn live_reservations(&self) -> usize {

@@ -15,11 +15,11 @@ use std::sync::Arc;
 use parking_lot::Mutex;
 
 use super::Core;
-use super::device::Frame;
+use super::device::{Device, Frame, Holdings};
 use super::order::{Clock, FrameEvent};
 use super::os;
 use super::verb::Verb;
-use crate::driver::{DriverCode, DriverResult, FrameHandle};
+use crate::driver::{DriverCode, DriverResult, FrameHandle, HostNode};
 use crate::units::{DeviceAddress, DeviceOrdinal};
 
 /// A frame at an address.
@@ -186,10 +186,36 @@ impl Core {
         if bytes == 0 || !self.is_aligned(bytes) {
             return Err(verb.error(DriverCode::INVALID_VALUE));
         }
+        self.create_frame(&self.devices[index], &self.holdings[index], bytes, verb)
+    }
+
+    /// The host has one node, and memory that is not counted as any device's.
+    pub(super) fn mem_create_host(&self, node: HostNode, bytes: u64) -> DriverResult<FrameHandle> {
+        let verb = Verb::MemCreateHost;
+        self.needs_vmm(verb)?;
+        if !self.options.host_vmm {
+            return Err(verb.error(DriverCode::NOT_SUPPORTED));
+        }
+        let context = self.current(verb)?;
+        self.alive(context.device, verb)?;
+        if bytes == 0 || !self.is_aligned(bytes) || node != HostNode(0) {
+            return Err(verb.error(DriverCode::INVALID_VALUE));
+        }
+        let memory = self.host_frames.memory(self.options.granularity);
+        let memory = memory.map_err(|_| verb.error(DriverCode::OUT_OF_MEMORY))?;
+        self.create_frame(&memory, &self.host_frames.holdings, bytes, verb)
+    }
+
+    fn create_frame(
+        &self,
+        memory: &Arc<Device>,
+        holdings: &Arc<Holdings>,
+        bytes: u64,
+        verb: Verb,
+    ) -> DriverResult<FrameHandle> {
         let mut space = self.space.write();
         let handle = space.frames_made + 1;
-        let (device, holdings) = (&self.devices[index], &self.holdings[index]);
-        let frame = Frame::new(device, holdings, handle, bytes, self.options.poison)
+        let frame = Frame::new(memory, holdings, handle, bytes, self.options.poison)
             .ok_or_else(|| verb.error(DriverCode::OUT_OF_MEMORY))?;
         frame.record.lock().note(FrameEvent::Created);
         space.frames_made = handle;

@@ -59,6 +59,7 @@ struct Core {
     options: SimOptions,
     devices: Vec<Arc<device::Device>>,
     holdings: Vec<Arc<device::Holdings>>,
+    host_frames: device::HostFrames,
     /// The sticky code of each device, 0 while it works.
     lost: Vec<AtomicI32>,
     primaries: Vec<context::Primary>,
@@ -138,6 +139,7 @@ impl Sim {
         let core = Arc::new(Core {
             id: IDS.fetch_add(1, Ordering::Relaxed),
             devices,
+            host_frames: device::HostFrames::default(),
             holdings: (0..count).map(|_| Arc::default()).collect(),
             lost: (0..count).map(|_| AtomicI32::new(0)).collect(),
             primaries: (0..count).map(|_| context::Primary::default()).collect(),

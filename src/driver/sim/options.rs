@@ -48,6 +48,8 @@ pub struct SimOptions {
     pub poison: bool,
     /// Whether virtual memory management works. Yes.
     pub vmm: bool,
+    /// Whether host memory can be mapped at device addresses, as it can since CUDA 12.9. Yes.
+    pub host_vmm: bool,
     /// Whether an event can be recorded for a whole context, as it can since CUDA 12.5. Yes.
     pub ctx_event: bool,
     /// Whether host peeks must be ordered after the device's writes, and the sources of copies
@@ -75,6 +77,7 @@ impl Default for SimOptions {
             jitter: 0,
             poison: false,
             vmm: true,
+            host_vmm: true,
             ctx_event: true,
             checked: false,
             on_violation: OnViolation::Lose,
@@ -150,6 +153,9 @@ impl SimOptions {
         }),
         key("vmm", "FLAG", "virtual memory management works; 1", |to, text| {
             set(&mut to.vmm, flag(text))
+        }),
+        key("host_vmm", "FLAG", "host frames can be mapped, as since CUDA 12.9; 1", |to, text| {
+            set(&mut to.host_vmm, flag(text))
         }),
         key("ctx_event", "FLAG", "cuCtxRecordEvent works, as since CUDA 12.5; 1", |to, text| {
             set(&mut to.ctx_event, flag(text))
@@ -322,6 +328,7 @@ impl fmt::Display for SimOptions {
         let flags = [
             ("poison", self.poison, false),
             ("vmm", self.vmm, true),
+            ("host_vmm", self.host_vmm, true),
             ("ctx_event", self.ctx_event, true),
             ("checked", self.checked, false),
         ];
@@ -350,8 +357,9 @@ mod tests {
     #[test]
     fn the_canonical_form_is_parsed_back() {
         let text = "capacity=64M,devices=2,granularity=64K,seed=7,latency=50us,bandwidth=1G,\
-                    address_space=1T,mappings=9,jitter=1M,poison=1,vmm=0,ctx_event=0,checked=1,\
-                    on_violation=record,fail_rate=0.25,fail=mem_set_access:3:600";
+                    address_space=1T,mappings=9,jitter=1M,poison=1,vmm=0,host_vmm=0,\
+                    ctx_event=0,checked=1,on_violation=record,fail_rate=0.25,\
+                    fail=mem_set_access:3:600";
         let options = SimOptions::parse(text).unwrap();
         assert_eq!(options.to_string(), text);
         assert_eq!(SimOptions::parse("").unwrap(), SimOptions::default());

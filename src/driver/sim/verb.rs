@@ -51,6 +51,7 @@ verbs! {
     MemAddressReserve, "mem_address_reserve", "cuMemAddressReserve";
     MemAddressFree, "mem_address_free", "cuMemAddressFree";
     MemCreate, "mem_create", "cuMemCreate";
+    MemCreateHost, "mem_create_host", "cuMemCreate";
     MemRelease, "mem_release", "cuMemRelease";
     MemMap, "mem_map", "cuMemMap";
     MemSetAccess, "mem_set_access", "cuMemSetAccess";
@@ -95,7 +96,7 @@ impl Verb {
     /// a program that cannot give back has nothing left to try, so those fail only when asked to.
     pub(super) fn random_failures(self) -> &'static [DriverCode] {
         match self {
-            Self::MemCreate | Self::MemMap | Self::MemSetAccess => {
+            Self::MemCreate | Self::MemCreateHost | Self::MemMap | Self::MemSetAccess => {
                 &[DriverCode::OUT_OF_MEMORY, DriverCode::NOT_READY]
             }
             Self::MemAddressReserve

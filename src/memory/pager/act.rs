@@ -8,8 +8,8 @@
 use std::sync::Arc;
 
 use super::Pager;
-use super::plan::{Asker, Claim, Protected, Take, Victim};
-use super::state::{Destination, Lingering, LingeringFrame};
+use super::plan::{Asker, Backing, Claim, Protected, Take, Victim};
+use super::state::{Lingering, LingeringFrame};
 use crate::copy::fill::FillJob;
 use crate::counters;
 use crate::driver::{DriverError, DriverResult, FrameHandle};
@@ -139,9 +139,15 @@ impl Pager {
         let (driver, page_bytes) = (&self.device.driver, self.page_bytes());
         for entry in placed.iter_mut().filter(|entry| entry.frame.is_none()) {
             let _span = self.span_of_page(Kind::Create, &entry.claim.bar, entry.claim.page);
-            let created = self.device.retry(|| driver.mem_create(self.device.ordinal, page_bytes));
-            entry.handle = created.map_err(|error| self.failure(error))?;
-            entry.frame = Some(self.state.lock().frames.created(entry.handle));
+            let backing = entry.claim.backing;
+            entry.handle = match backing {
+                Backing::Device => self
+                    .device
+                    .retry(|| driver.mem_create(self.device.ordinal, page_bytes))
+                    .map_err(|error| self.failure(error))?,
+                Backing::Host => self.create_host_frame()?,
+            };
+            entry.frame = Some(self.state.lock().frames_of(backing).created(entry.handle));
         }
         Ok(())
     }
@@ -347,6 +353,9 @@ impl Pager {
     fn publish(&self, claim: &Claim, frame: FrameIndex, ready: Ticket) -> Option<Protected> {
         let page = claim.entry();
         page.set_frame(frame);
+        if claim.backing == Backing::Host {
+            return Some(self.publish_hosted(claim, ready));
+        }
         let state = if ready.is_none() { PageState::Resident } else { PageState::Issued };
         let pins = u32::from(claim.asker == Asker::Fault);
         let generation = page.publish(state, pins, ready);
@@ -373,7 +382,7 @@ impl Pager {
             bar: Arc::clone(&claim.bar),
             page: claim.page,
             users,
-            frame: LingeringFrame::To(frame, Destination::FreeList),
+            frame: LingeringFrame::To(frame, claim.backing.destination()),
         };
         self.state.lock().lingering.push(lingering);
     }
@@ -409,12 +418,12 @@ impl Pager {
             }
             (Take::Free(frame), _) if lost => state.frames.quarantine(*frame),
             (Take::Free(frame), _) => state.frames.put_free(*frame, claim.users.clone()),
-            (Take::Create, None) => state.frames.cancel_creating(1),
-            (Take::Create, Some(frame)) if lost => state.frames.quarantine(frame),
+            (Take::Create, None) => state.frames_of(claim.backing).cancel_creating(1),
+            (Take::Create, Some(frame)) if lost => state.frames_of(claim.backing).quarantine(frame),
             (Take::Create, Some(frame)) => {
-                let handle = state.frames.remove(frame);
+                let handle = state.frames_of(claim.backing).remove(frame);
                 drop(state);
-                handle.map(|handle| self.release_handle(handle));
+                handle.map(|handle| self.release_to(claim.backing, handle));
             }
         }
     }
@@ -442,6 +451,11 @@ impl Pager {
 
     /// Gives a handle back to the driver; sets it aside when that fails. Returns whether it went.
     pub(super) fn release_handle(&self, handle: FrameHandle) -> bool {
+        self.release_to(Backing::Device, handle)
+    }
+
+    /// As [`Pager::release_handle`], of a frame of that memory.
+    pub(super) fn release_to(&self, backing: Backing, handle: FrameHandle) -> bool {
         let span = self.span(Kind::Release).bytes(self.page_bytes());
         let Err(error) = self.device.retry(|| self.device.driver.mem_release(handle)) else {
             drop(span);
@@ -450,7 +464,7 @@ impl Pager {
         };
         log::error!("frame {:#x} is quarantined: {error}", handle.0);
         self.device.note(error.into());
-        self.state.lock().frames.quarantine_handle(handle);
+        self.state.lock().frames_of(backing).quarantine_handle(handle);
         false
     }
 

@@ -8,7 +8,7 @@
 use std::collections::{BTreeSet, HashSet};
 use std::sync::Arc;
 
-use super::plan::{Asker, Blocked, Claim, Take, Usable, take_pages, take_spare};
+use super::plan::{Asker, Backing, Blocked, Claim, Take, Usable, take_pages, take_spare};
 use super::state::{Life, State};
 use super::{Pager, Poll};
 use crate::copy::fill::Keep;
@@ -156,6 +156,11 @@ impl Pager {
             let found = match bar.table.page(PageIndex(*page)).word().state {
                 state if state.is_mapped() => None,
                 PageState::Absent => Some(search.take(state, bar, spent)),
+                // It is read where it is; the next fault moves it.
+                PageState::HostMapped => {
+                    fetched.stop = Some(Stop::Refused(Reason::HostMapped));
+                    break;
+                }
                 PageState::Quarantined => {
                     fetched.stop = Some(Stop::Refused(Reason::Quarantined));
                     break;
@@ -252,7 +257,8 @@ fn claim(state: &mut State, wanted: &Wanted, take: Take, users: Vec<Ticket>) -> 
     debug_assert!(claimed.is_ok(), "absent pages are claimed under the lock only");
     let streams = wanted.role == Role::Streamed;
     let keep = if streams { Keep::Locked } else { Keep::No };
-    Claim { bar, page, take, users, streams, keep, asker: Asker::Engine }
+    let (backing, asker) = (Backing::Device, Asker::Engine);
+    Claim { bar, page, take, users, streams, backing, keep, asker }
 }
 
 struct Search<'a> {

@@ -117,7 +117,7 @@ impl Pager {
     fn start_leaving(&self, id: u32) -> Option<(Arc<Bar>, Left)> {
         let mut state = self.state.lock();
         let entry = state.bars.get_mut(&id)?;
-        if entry.life != Life::Closing || !entry.resident.is_empty() {
+        if entry.life != Life::Closing || !(entry.resident.is_empty() && entry.hosted.is_empty()) {
             return None;
         }
         let mut left = Left::Nothing;
@@ -150,6 +150,7 @@ impl Pager {
             taken
         };
         self.part_or_linger(taken, Destination::FreeList);
+        self.evict_hosted(id);
     }
 
     /// Blocks until a closed VBAR is gone.
@@ -197,7 +198,11 @@ impl Pager {
             self.persist(|| self.reap_now())?;
             self.unmap_leftovers();
             self.give_up_poison();
-            let handles = self.state.lock().frames.drain();
+            let handles = {
+                let mut state = self.state.lock();
+                let host = state.host_frames.drain();
+                state.frames.drain().into_iter().chain(host)
+            };
             for handle in handles {
                 self.log_failure(self.device.retry(|| self.device.driver.mem_release(handle)));
             }
@@ -219,7 +224,7 @@ impl Pager {
         let bars: Vec<_> = self.state.lock().bars.drain().map(|(_, entry)| entry.bar).collect();
         for bar in bars {
             for (page, entry) in bar.table.touched() {
-                if entry.word().state.is_mapped() {
+                if entry.word().state.is_readable() {
                     let address = bar.address(page);
                     self.log_failure(
                         self.device.retry(|| driver.mem_unmap(address, self.page_bytes())),

@@ -68,6 +68,8 @@ pub struct MemoryNumbers {
     pub budget_bytes: u64,
     /// See `budget_bytes`.
     pub budget_source: BudgetSource,
+    /// Bytes of host frames held: page-locked memory of the host, none of the device's.
+    pub host_mapped_bytes: u64,
     /// Pages of all VBARs that have a frame.
     pub resident_pages: u64,
     /// Mappings that outlast their pages.
@@ -132,6 +134,7 @@ impl Pager {
             bar: Arc::clone(&bar),
             rank: Rank { class: 0, recency, bar: id },
             resident: Default::default(),
+            hosted: Default::default(),
             streaming: Default::default(),
             kept: None,
             watermark: bar.table.page_count(),
@@ -343,6 +346,7 @@ impl Pager {
         let _scope = self.device.enter()?;
         self.poll_budget(Poll::Now)?;
         self.reap_now()?;
+        self.shrink_host();
         self.shrink_now(without)
     }
 
@@ -460,6 +464,7 @@ impl Pager {
             poisoned_pages: u64::from(state.poisoned_pages()),
             budget_bytes,
             budget_source,
+            host_mapped_bytes: bytes(state.host_frames.held()),
             resident_pages: state.bars.values().map(|entry| entry.resident.len() as u64).sum(),
             lingering_mappings: state.lingering.len() as u64,
             quarantined_pages: u64::from(state.quarantined_pages),

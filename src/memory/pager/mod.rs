@@ -8,10 +8,12 @@
 
 mod act;
 mod ahead;
+mod claim;
 mod close;
 mod follow;
 mod hold;
 mod host;
+mod host_mapped;
 mod marks;
 mod messages;
 mod patience;
@@ -35,7 +37,7 @@ use crate::memory::budget::Budget;
 use crate::memory::page_table::{Page, PageState, Pin};
 use crate::memory::vbar::Bar;
 use crate::options::{Eviction, HEADROOM_DEFAULT, Threads};
-use crate::outcome::{Reason, WaitKind};
+use crate::outcome::{Reason, Refusal, WaitKind};
 use crate::slots::thread::{self, Thread};
 use crate::sync::device::Device;
 use crate::sync::fence::StreamSlot;
@@ -53,6 +55,7 @@ pub use reclaim::Reclaim;
 pub use release::{Freed, Shortfall};
 
 use act::{Failure, Writer};
+use host_mapped::Host;
 use patience::Patience;
 use plan::{Planned, Protected, Standing, Usable};
 pub(in crate::memory) use poll::Poll;
@@ -70,6 +73,7 @@ pub struct Pager {
     reading: Mutex<Threads>,
     reclaim: Mutex<Option<Weak<dyn Reclaim>>>,
     follower: OnceLock<Weak<dyn Follow>>,
+    host: Host,
 }
 
 /// What a fault came to.
@@ -77,8 +81,10 @@ pub struct Pager {
 pub enum Faulted<T> {
     /// Every page is resident, pinned, and valid for the stream given.
     Resident(T),
+    /// As `Resident`, some pages from the host's memory.
+    HostMapped(T),
     /// Nothing has changed.
-    Offloaded(Reason),
+    Offloaded(Refusal),
 }
 
 /// One range of a `fault_many`.
@@ -115,6 +121,7 @@ impl Pager {
             reading: Mutex::new(options.threads.unwrap_or_default()),
             reclaim: Mutex::new(None),
             follower: OnceLock::new(),
+            host: Host::of(&device),
             device,
         }
     }
@@ -239,7 +246,8 @@ impl Pager {
         let request = [Request { bar, pages }];
         Ok(match self.fault_slowly(&request, stream)? {
             Faulted::Resident(mut holds) => Faulted::Resident(holds.remove(0)),
-            Faulted::Offloaded(reason) => Faulted::Offloaded(reason),
+            Faulted::HostMapped(mut holds) => Faulted::HostMapped(holds.remove(0)),
+            Faulted::Offloaded(refusal) => Faulted::Offloaded(refusal),
         })
     }
 
@@ -354,7 +362,7 @@ impl Pager {
     fn order(&self, bar: &Bar, hold: &Hold, capture: CaptureState) -> Result<()> {
         let mut last: Vec<Ticket> = Vec::new();
         for (_, page) in bar.table.pages(hold.pages.clone()) {
-            if page.word().state != PageState::Issued {
+            if !matches!(page.word().state, PageState::Issued | PageState::HostMapped) {
                 continue;
             }
             let ready = page.ready();
@@ -403,7 +411,7 @@ impl Pager {
         }
         // What the request had claimed or protected kept a VBAR that was closed meanwhile; what it
         // pinned still does.
-        if !matches!(faulted, Ok(Faulted::Resident(_)))
+        if !matches!(faulted, Ok(Faulted::Resident(_) | Faulted::HostMapped(_)))
             && let Some(closed) = requests.iter().find(|request| request.bar.is_closed())
         {
             self.tidy_closed(closed.bar);
@@ -420,17 +428,20 @@ impl Pager {
                 && !request.pages.is_empty()
         };
         if requests.iter().any(unreserved) {
-            return Ok(self.refuse(Reason::NoAddresses));
+            return Ok(self.refuse(Reason::NoAddresses, requests));
         }
         loop {
             let protected = match self.make_resident(requests, stream, slot, capture)? {
-                Faulted::Resident(protected) => protected,
-                Faulted::Offloaded(reason) => return Ok(self.refuse(reason)),
+                Ok(protected) => protected,
+                Err(reason) => match self.host_map(requests, reason, capture)? {
+                    Some(protected) => protected,
+                    None => return Ok(self.refuse(reason, requests)),
+                },
             };
             // The pages are protected: only a forced end of run can come in between.
             let holds = self.pin_all(requests, stream, slot)?;
             drop(protected);
-            let Some(mut holds) = holds else { continue };
+            let Some((mut holds, backing)) = holds else { continue };
             for (request, hold) in requests.iter().zip(&mut holds) {
                 let done = self.order(request.bar, hold, capture).and_then(|()| {
                     hold.kept = capture == CaptureState::Active;
@@ -442,33 +453,8 @@ impl Pager {
                     return Err(error);
                 }
             }
-            return Ok(Faulted::Resident(holds));
+            return Ok(self.served(holds, backing));
         }
-    }
-
-    fn refuse<T>(&self, reason: Reason) -> Faulted<T> {
-        self.device.counters.refuse(reason);
-        Faulted::Offloaded(reason)
-    }
-
-    fn pin_all(
-        &self,
-        requests: &[Request<'_>],
-        stream: Stream,
-        slot: Option<StreamSlot>,
-    ) -> Result<Option<Vec<Hold>>> {
-        let mut holds = Vec::with_capacity(requests.len());
-        for request in requests {
-            match self.pin(request.bar, request.pages.clone(), stream, slot) {
-                Ok(Some((hold, _))) => holds.push(hold),
-                missing => {
-                    let pinned = requests.iter().zip(&holds);
-                    pinned.for_each(|(request, hold)| self.release_unused(request.bar, hold));
-                    return missing.map(|_| None);
-                }
-            }
-        }
-        Ok(Some(holds))
     }
 
     /// Plans and acts until every page is mapped and protected, or the request is refused.
@@ -478,7 +464,7 @@ impl Pager {
         stream: Stream,
         slot: Option<StreamSlot>,
         capture: CaptureState,
-    ) -> Result<Faulted<Vec<Protected>>> {
+    ) -> Result<std::result::Result<Vec<Protected>, Reason>> {
         let bound = requests.iter().all(|request| request.bar.bound().is_some());
         let (mode, writer) = match (capture, slot) {
             (CaptureState::None, Some(_)) => (Mode::Stream, Some(Writer { stream, slot })),
@@ -517,33 +503,35 @@ impl Pager {
                     state.raise_extent(request.bar.id, end);
                 }
                 self.update_eager(&state);
-                let standing = Standing { turn: patience.turn, reclaim: patience.reclaim() };
+                let (turn, reclaim) = (patience.turn, patience.reclaim());
+                let standing = Standing { turn, reclaim, capture };
                 plan::plan(&mut state, &self.device, requests, usable, standing)?
             };
             match planned {
-                Planned::Ready(protected) => return Ok(Faulted::Resident(protected)),
+                Planned::Ready(protected) => return Ok(Ok(protected)),
                 Planned::Act(claims, mut protected) => {
                     let _span = self.span_of_claims(Kind::Claim, begin_ns, &claims);
                     counters::add(&self.device.counters.misses, 1);
                     match self.act(claims, writer) {
                         Ok(mapped) => {
                             protected.extend(mapped);
-                            return Ok(Faulted::Resident(protected));
+                            return Ok(Ok(protected));
                         }
                         Err(failure) => {
                             if let Some(reason) = self.after_failure(failure, &mut patience)? {
-                                return Ok(Faulted::Offloaded(reason));
+                                return Ok(Err(reason));
                             }
                         }
                     }
                 }
+                Planned::LeaveHost(taken) => drop(self.part_with_hosted(taken)),
                 Planned::Reclaim(frames) => patience.ask_for(frames),
                 Planned::Wait(kind) => patience.pause(kind)?,
                 Planned::ContextWait if patience.may_wait_for_context(capture) => {
                     self.device.context_wait()?;
                 }
-                Planned::ContextWait => return Ok(Faulted::Offloaded(Reason::FenceUnknown)),
-                Planned::Refuse(reason) => return Ok(Faulted::Offloaded(reason)),
+                Planned::ContextWait => return Ok(Err(Reason::FenceUnknown)),
+                Planned::Refuse(reason) => return Ok(Err(reason)),
             }
         }
     }

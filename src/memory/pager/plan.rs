@@ -11,12 +11,12 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::state::{Lingering, State};
-use super::{Request, Role};
+use super::{Request, Role, host_mapped};
 use crate::copy::fill::Keep;
+use crate::driver::CaptureState;
 use crate::error::{Error, ErrorCode, Result};
 use crate::memory::budget::BudgetSource;
-use crate::memory::frames::FrameIndex;
-use crate::memory::page_table::{Page, PageState, Pin};
+use crate::memory::page_table::{PageState, Pin};
 use crate::memory::policy::{Rank, streaming_page_count};
 use crate::memory::vbar::Bar;
 use crate::options::Eviction;
@@ -24,63 +24,9 @@ use crate::outcome::{Reason, WaitKind};
 use crate::sync::device::Device;
 use crate::sync::fence::Cover;
 use crate::sync::ticket::Ticket;
-use crate::units::{Generation, PageIndex};
+use crate::units::PageIndex;
 
-/// A page to be given a frame.
-pub(super) struct Claim {
-    pub(super) bar: Arc<Bar>,
-    pub(super) page: PageIndex,
-    pub(super) take: Take,
-    /// Work that may still use the frame: the new bytes come after it.
-    pub(super) users: Vec<Ticket>,
-    /// The page goes through a streaming frame.
-    pub(super) streams: bool,
-    /// Whether its bytes are worth a place in the page-locked cache.
-    pub(super) keep: Keep,
-    pub(super) asker: Asker,
-}
-
-/// Who asked for a page.
-#[derive(Clone, Copy, PartialEq, Eq)]
-pub(super) enum Asker {
-    /// A fault, which needs it together with others: protected until all are there.
-    Fault,
-    /// The engine, ahead of need. Nothing protects it: a program must not find pins of which it
-    /// has none, nor a fault pages that it cannot have.
-    Engine,
-}
-
-impl Claim {
-    pub(super) fn entry(&self) -> &Page {
-        self.bar.table.page(self.page)
-    }
-}
-
-/// Where a claim's frame comes from.
-pub(super) enum Take {
-    /// From the free list.
-    Free(FrameIndex),
-    /// To be created.
-    Create,
-    /// From a page, which is Evicting from now on.
-    Victim(Victim),
-}
-
-/// A page that loses its frame.
-pub(super) struct Victim {
-    pub(super) bar: Arc<Bar>,
-    pub(super) page: PageIndex,
-    pub(super) frame: FrameIndex,
-}
-
-/// Victims, each with what may still use its frame.
-pub(super) type Taken = Vec<(Victim, Vec<Ticket>)>;
-
-impl Victim {
-    pub(super) fn entry(&self) -> &Page {
-        self.bar.table.page(self.page)
-    }
-}
+pub(super) use super::claim::{Asker, Backing, Claim, Protected, Take, Taken, Victim};
 
 /// Which frames a request can use.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -93,33 +39,14 @@ pub(super) enum Usable {
     Nothing,
 }
 
-/// A pin that keeps a page of a request from being taken as a victim while the request is served.
-/// It is given back without a stamp: nobody has used the page through it.
-pub(super) struct Protected {
-    bar: Arc<Bar>,
-    page: PageIndex,
-    generation: Generation,
-}
-
-impl Protected {
-    pub(super) fn new(bar: Arc<Bar>, page: PageIndex, generation: Generation) -> Self {
-        Self { bar, page, generation }
-    }
-}
-
-impl Drop for Protected {
-    fn drop(&mut self) {
-        // Taken back by a forced end of run meanwhile is as good.
-        let _ = self.bar.table.page(self.page).unpin(self.generation);
-    }
-}
-
 /// What planning came to.
 pub(super) enum Planned {
     /// Every page was resident and is protected.
     Ready(Vec<Protected>),
     /// The claims are made; the resident pages of the request are protected.
     Act(Vec<Claim>, Vec<Protected>),
+    /// There are frames for pages that have host frames, which they are leaving; ask again.
+    LeaveHost(Taken),
     /// Nothing has changed; so many frames are missing, and somebody may give them back.
     Reclaim(u32),
     /// Nothing has changed; ask again when this has moved.
@@ -145,6 +72,8 @@ pub(super) struct Standing {
     /// Its place in the line of those that wait for frames, if it waits.
     pub(super) turn: Option<u64>,
     pub(super) reclaim: Reclaiming,
+    /// Of the stream that it is for.
+    pub(super) capture: CaptureState,
 }
 
 /// Plans a request.
@@ -166,8 +95,8 @@ pub(super) fn plan(
             _ => Reason::TooLarge,
         }));
     }
-    let (protected, wanted) = match protect_resident(state, device, items)? {
-        Walk::Pages(protected, wanted) => (protected, wanted),
+    let (protected, wanted, hosted) = match protect_resident(state, device, items, standing)? {
+        Walk::Pages(protected, wanted, hosted) => (protected, wanted, hosted),
         Walk::Wait(kind) => return Ok(Planned::Wait(kind)),
         Walk::ContextWait => return Ok(Planned::ContextWait),
         Walk::Refuse(reason) => return Ok(Planned::Refuse(reason)),
@@ -186,7 +115,11 @@ pub(super) fn plan(
         take_frames(state, device, items, (&wanted, &protected), how)
     });
     Ok(match taken {
-        Ok(claims) => Planned::Act(claims, protected),
+        Ok((takes, _)) if !hosted.is_empty() => {
+            untake(state, takes);
+            Planned::LeaveHost(host_mapped::leave(state, device, &hosted))
+        }
+        Ok((takes, own)) => Planned::Act(claim(&wanted, takes, own, state), protected),
         Err(Stop::Refuse(reason)) => Planned::Refuse(reason),
         Err(Stop::ContextWait) => Planned::ContextWait,
         Err(Stop::Reclaim(frames)) => Planned::Reclaim(frames),
@@ -203,18 +136,24 @@ enum Stop {
     Error(Error),
 }
 
-type PageOf<'a> = (&'a Arc<Bar>, PageIndex);
+pub(super) type PageOf<'a> = (&'a Arc<Bar>, PageIndex);
 
 enum Walk<'a> {
-    Pages(Vec<Protected>, Vec<PageOf<'a>>),
+    /// Protected, to be given a frame, and of those the ones that have host frames.
+    Pages(Vec<Protected>, Vec<PageOf<'a>>, Vec<PageOf<'a>>),
     Wait(WaitKind),
     ContextWait,
     Refuse(Reason),
 }
 
 /// Protects what is resident and lists what is absent, each page once.
-fn protect_resident<'a>(state: &State, device: &Device, items: &[Request<'a>]) -> Result<Walk<'a>> {
-    let mut protected = Vec::new();
+fn protect_resident<'a>(
+    state: &State,
+    device: &Device,
+    items: &[Request<'a>],
+    standing: Standing,
+) -> Result<Walk<'a>> {
+    let (mut protected, mut hosted) = (Vec::new(), Vec::new());
     let mut wanted: Vec<PageOf<'a>> = Vec::new();
     // Pages repeat only when ranges of one request share a page.
     let mut seen = HashSet::new();
@@ -238,6 +177,19 @@ fn protect_resident<'a>(state: &State, device: &Device, items: &[Request<'a>]) -
                         wanted.push((item.bar, index));
                     }
                 }
+                PageState::HostMapped => {
+                    if host_mapped::is_idle(device, page) {
+                        if items.len() == 1 || seen.insert((item.bar.id, index)) {
+                            wanted.push((item.bar, index));
+                            hosted.push((item.bar, index));
+                        }
+                    } else if standing.capture != CaptureState::None {
+                        return Ok(Walk::Refuse(Reason::Capture));
+                    } else {
+                        // Somebody uses it where it is; so does this request.
+                        protected.push(host_mapped::protect(item.bar, index)?);
+                    }
+                }
                 PageState::Quarantined => return Ok(Walk::Refuse(Reason::Quarantined)),
                 PageState::Evicting if will_pass(state, device, item.bar, index) => {
                     return Ok(Walk::Wait(WaitKind::OldMapping));
@@ -247,12 +199,12 @@ fn protect_resident<'a>(state: &State, device: &Device, items: &[Request<'a>]) -
             }
         }
     }
-    Ok(Walk::Pages(protected, wanted))
+    Ok(Walk::Pages(protected, wanted, hosted))
 }
 
 /// Whether the users of an evicting page are known to pass by themselves. A copy that could not be
 /// covered is not: only a wait for the context tells that it is done.
-fn will_pass(state: &State, device: &Device, bar: &Bar, page: PageIndex) -> bool {
+pub(super) fn will_pass(state: &State, device: &Device, bar: &Bar, page: PageIndex) -> bool {
     let same = |entry: &&Lingering| entry.bar.id == bar.id && entry.page == page;
     let users = state.lingering.iter().find(same).map_or(&[][..], |entry| &entry.users);
     users.iter().all(|user| !matches!(device.fences.cover(*user), Ok(Cover::Unknown)))
@@ -281,6 +233,9 @@ fn below_watermark(
     Ok(())
 }
 
+/// Frames that were taken, with what may still use them.
+type Frames = Vec<(Take, Vec<Ticket>)>;
+
 /// Finds a frame for every wanted page, or gives back what it took.
 fn take_frames(
     state: &mut State,
@@ -288,7 +243,7 @@ fn take_frames(
     items: &[Request<'_>],
     (wanted, protected): (&[PageOf<'_>], &[Protected]),
     (usable, reclaim): (Usable, Reclaiming),
-) -> std::result::Result<Vec<Claim>, Stop> {
+) -> std::result::Result<(Frames, OwnVictims), Stop> {
     let needed = wanted.len();
     let (takes, blocked) = take_spare(state, device, needed, usable);
     if takes.len() < needed && reclaim == Reclaiming::First {
@@ -307,7 +262,7 @@ fn take_frames(
         let too_large = (needed + own.len()) as u64 > allowed;
         return Err(blocked.stop(device, too_large, state));
     }
-    Ok(claim(wanted, takes, own, state))
+    Ok((takes, own))
 }
 
 /// Up to `needed` frames that no page has to give up: free ones, new ones under the budget, and
@@ -363,7 +318,8 @@ fn claim(
                     role == Role::Streamed
                 });
             let keep = if planned == Some(Role::Streamed) { Keep::Locked } else { Keep::No };
-            Claim { bar, page, take, users, streams, keep, asker: Asker::Fault }
+            let (backing, asker) = (Backing::Device, Asker::Fault);
+            Claim { bar, page, take, users, streams, backing, keep, asker }
         })
         .collect()
 }

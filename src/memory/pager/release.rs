@@ -6,7 +6,7 @@
 use std::sync::Arc;
 
 use super::Pager;
-use super::plan::{Blocked, Taken, Usable, Victim, take_pages};
+use super::plan::{Backing, Blocked, Taken, Usable, Victim, take_pages};
 use super::state::{Destination, Lingering, LingeringFrame, State};
 use crate::counters;
 use crate::error::{ErrorCode, Result};
@@ -101,7 +101,7 @@ impl Pager {
             self.quarantine_page(victim, &error);
             let mut state = self.state.lock();
             match frame {
-                Some((frame, _)) => state.frames.quarantine(frame),
+                Some((frame, to)) => state.frames_of(to.backing()).quarantine(frame),
                 None => {
                     state.frames.note_stray(victim.frame);
                     state.frames.drop_old_mapping(victim.frame);
@@ -116,6 +116,11 @@ impl Pager {
             drop(state);
             return handle.is_some_and(|handle| self.release_handle(handle));
         };
+        if destination == Destination::Host {
+            let handle = state.host_frames.remove(frame);
+            drop(state);
+            return handle.is_some_and(|handle| self.release_to(Backing::Host, handle));
+        }
         let over = state.excess(self.page_bytes()) > 0;
         if destination == Destination::FreeList && !over {
             state.frames.put_free(frame, Vec::new());
@@ -143,7 +148,7 @@ impl Pager {
             let mut state = self.state.lock();
             let leaving = state.frames.leaving();
             let lingering = state.lingering.iter();
-            let releasing = lingering.filter(|entry| entry.frame != LingeringFrame::Moved).count();
+            let releasing = lingering.filter(|entry| entry.frame.is_of_device()).count();
             let excess = state.excess(self.page_bytes()).saturating_sub(releasing as u32 + leaving);
             let free = take_passed_free(&mut state, self, excess);
             let excess = excess - free.len() as u32;

@@ -9,6 +9,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::Role;
+use super::claim::Backing;
 use super::poison::Store;
 use crate::driver::FrameHandle;
 use crate::error::Result;
@@ -27,6 +28,8 @@ pub(super) struct BarState {
     pub(super) rank: Rank,
     /// Published pages with a frame.
     pub(super) resident: BTreeSet<u32>,
+    /// Published pages with a host frame.
+    pub(super) hosted: BTreeSet<u32>,
     /// Bound VBARs: pages that stream through the last frames, oldest fill first.
     pub(super) streaming: VecDeque<u32>,
     /// Bound VBARs with a plan: pages that stay; see [`Pager::set_kept`](super::Pager::set_kept).
@@ -81,11 +84,30 @@ pub(super) enum LingeringFrame {
     To(FrameIndex, Destination),
 }
 
+impl LingeringFrame {
+    /// Whether the mapping keeps a device frame from going elsewhere.
+    pub(super) fn is_of_device(self) -> bool {
+        matches!(self, Self::To(_, Destination::FreeList | Destination::Driver))
+    }
+}
+
 /// Where a frame goes when its page lost it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Destination {
     FreeList,
     Driver,
+    /// A host frame, of the other table: it goes to the driver too.
+    Host,
+}
+
+impl Destination {
+    /// Whose memory the frame is.
+    pub(super) fn backing(self) -> Backing {
+        match self {
+            Self::FreeList | Self::Driver => Backing::Device,
+            Self::Host => Backing::Host,
+        }
+    }
 }
 
 /// See the module's text.
@@ -93,6 +115,8 @@ pub(super) struct State {
     /// What is mapped behind evicted pages.
     pub(super) poison: Store,
     pub(super) frames: Frames,
+    /// Frames of the host's memory: none of the budget's.
+    pub(super) host_frames: Frames,
     pub(super) budget: Budget,
     pub(super) polled_at: Option<Instant>,
     pub(super) bars: HashMap<u32, BarState>,
@@ -121,6 +145,7 @@ impl State {
         Self {
             poison: Store::new(poison),
             frames: Frames::default(),
+            host_frames: Frames::default(),
             budget,
             polled_at: None,
             bars: HashMap::new(),
@@ -279,6 +304,14 @@ impl State {
         self.frames.held().saturating_sub(allowed)
     }
 
+    /// The frames of that memory.
+    pub(super) fn frames_of(&mut self, backing: Backing) -> &mut Frames {
+        match backing {
+            Backing::Device => &mut self.frames,
+            Backing::Host => &mut self.host_frames,
+        }
+    }
+
     /// The handle behind a page that this thread owns.
     pub(super) fn handle(&self, frame: FrameIndex) -> FrameHandle {
         self.frames.handle(frame)
@@ -289,6 +322,7 @@ impl State {
     pub(super) fn is_valid(&self) -> bool {
         let closing = self.bars.values().filter(|entry| entry.life != Life::Open).count();
         self.frames.is_valid()
+            && self.host_frames.is_valid()
             && self.is_poison_valid()
             && closing == self.closing as usize
             && self.bars.values().all(|entry| {
@@ -296,7 +330,11 @@ impl State {
                     let state = entry.bar.table.page(PageIndex(*page)).word().state;
                     state.is_mapped() || state == PageState::Claimed
                 });
-                mapped && self.order.contains(&entry.rank) != entry.resident.is_empty()
+                let hosted = entry.hosted.iter().all(|page| {
+                    let state = entry.bar.table.page(PageIndex(*page)).word().state;
+                    matches!(state, PageState::HostMapped | PageState::Claimed)
+                });
+                mapped && hosted && self.order.contains(&entry.rank) != entry.resident.is_empty()
             })
     }
 }

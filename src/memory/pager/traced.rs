@@ -11,6 +11,7 @@ use super::state::State;
 use super::{Faulted, Hold, Pager, Request};
 use crate::error::Result;
 use crate::memory::vbar::Bar;
+use crate::outcome::Reason;
 use crate::trace::{self, Counter, Guard, Kind, RESIDENT};
 use crate::units::{PageIndex, Stream};
 
@@ -82,10 +83,13 @@ impl Pager {
         let faulted = serve();
         span.note(match &faulted {
             Ok(Faulted::Resident(_)) => RESIDENT,
-            Ok(Faulted::Offloaded(reason)) => reason.word(),
+            Ok(Faulted::HostMapped(_)) => Reason::HostMapped.word(),
+            Ok(Faulted::Offloaded(refusal)) => refusal.reason.word(),
             Err(_) => "error",
         });
-        if requests.len() > 1 && matches!(faulted, Ok(Faulted::Resident(_))) {
+        if requests.len() > 1
+            && matches!(faulted, Ok(Faulted::Resident(_) | Faulted::HostMapped(_)))
+        {
             for Request { bar, pages } in requests {
                 let mark = trace::mark(Kind::Fault).device(self.device.ordinal).stream(stream);
                 drop(mark.pages(bar.id, pages.clone()).detail(RESIDENT));

@@ -37,6 +37,8 @@ TEST(an_offloaded_range_says_why_and_pins_nothing) {
     CHECK(!fault && fault.offloaded());
     CHECK_EQ(fault.outcome(), Outcome::offloaded);
     CHECK_EQ(fault.reason(), Reason::too_large);
+    CHECK_EQ(fault.needed_bytes(), 8 * PAGE);
+    CHECK(fault.host_mapped() == nullptr);
     CHECK_EQ(std::string(vbar::text(fault.reason())), "too_large");
     CHECK_SAYS(CHECK_THROWS(invalid_argument, fault->address()), "test it first");
     CHECK_THROWS(invalid_argument, fault.take());

@@ -5,7 +5,8 @@ use std::ptr::NonNull;
 
 use vbar::driver::sim::{Sim, Verb};
 use vbar::driver::{
-    CaptureMode, DeviceAttribute, Driver, DriverCode, DriverResult, Event, FrameHandle, KernelCall,
+    CaptureMode, DeviceAttribute, Driver, DriverCode, DriverResult, Event, FrameHandle, HostNode,
+    KernelCall,
 };
 use vbar::units::{DeviceAddress, Stream};
 
@@ -68,6 +69,7 @@ impl Stage {
             Verb::MemAddressReserve => sim.mem_address_reserve(bytes, 0).map(drop),
             Verb::MemAddressFree => sim.mem_address_free(address, 2 * bytes),
             Verb::MemCreate => sim.mem_create(DEVICE, bytes).map(drop),
+            Verb::MemCreateHost => sim.mem_create_host(HostNode(0), bytes).map(drop),
             Verb::MemRelease => sim.mem_release(self.free),
             Verb::MemMap => sim.mem_map(address.offset(bytes), bytes, self.free),
             Verb::MemSetAccess => sim.mem_set_access(address, bytes, &[DEVICE]),

@@ -47,7 +47,7 @@ impl Held {
 
     fn fault(&self, tensor: usize) -> Result<()> {
         match self.bar.fault(tensor, self.world.stream)? {
-            Fault::Resident(guard) => drop(guard),
+            Fault::Resident(guard) | Fault::HostMapped(guard) => drop(guard),
             Fault::Offloaded(reason) => panic!("offloaded: {reason}"),
         }
         Ok(())

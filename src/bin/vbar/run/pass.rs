@@ -86,7 +86,7 @@ impl Course<'_> {
         for tensor in tensors {
             let misses_before = self.misses();
             match self.bar.fault(tensor, self.compute.stream)? {
-                Fault::Resident(guard) => {
+                Fault::Resident(guard) | Fault::HostMapped(guard) => {
                     // This thread is the only one that faults here.
                     match self.misses() == misses_before {
                         true => counted.resident += 1,

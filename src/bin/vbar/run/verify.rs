@@ -11,7 +11,7 @@ use vbar::copy::staging::Staging;
 use vbar::driver::select::Opened;
 use vbar::host::locked::{self, LockedSlot};
 use vbar::host::model_files::Model;
-use vbar::outcome::Reason;
+use vbar::outcome::{Reason, Refusal};
 use vbar::sync::ticket::Ticket;
 use vbar::units::{MIB, PageSize, align_up};
 use vbar::{Error, ErrorCode, Fault, Guard, Result, Vbar};
@@ -169,9 +169,11 @@ impl Verifier {
         // Its watermark may have sunk while nothing pinned it.
         self.vbar.prioritise()?;
         let scratch = match self.vbar.fault(0..self.layout.bytes(), compute.stream)? {
-            Fault::Resident(guard) => guard,
-            Fault::Offloaded(Reason::TooLarge) => return Err(too_small(self.vbar.bytes())),
-            Fault::Offloaded(reason) => {
+            Fault::Resident(guard) | Fault::HostMapped(guard) => guard,
+            Fault::Offloaded(Refusal { reason: Reason::TooLarge, .. }) => {
+                return Err(too_small(self.vbar.bytes()));
+            }
+            Fault::Offloaded(Refusal { reason, .. }) => {
                 let bytes = argument_of_bytes(self.vbar.bytes());
                 let why = format!("its scratch of {bytes} did not fit ({reason})");
                 return Err(cannot_verify(why, "free memory of the device"));

@@ -51,7 +51,7 @@ impl<'w> Checks<'w> {
         let vbar = world.runtime.create_bar(bytes)?;
         vbar.set_class(i32::MAX)?;
         let token = match vbar.fault(0..bytes, streams[0])? {
-            Fault::Resident(guard) => guard.into_token(),
+            Fault::Resident(guard) | Fault::HostMapped(guard) => guard.into_token(),
             Fault::Offloaded(reason) => {
                 return Err(internal(format!("no room for the words of a thread: {reason}")));
             }
