@@ -54,9 +54,10 @@ pub enum Keep {
 }
 
 /// One fill: segments of files and the addresses that they belong at.
-pub struct FillJob<'a> {
+#[derive(Clone)]
+pub struct FillJob {
     /// The files and what binds them.
-    pub bound: &'a Arc<Bound>,
+    pub bound: Arc<Bound>,
     /// Address of the VBAR's first byte.
     pub base: DeviceAddress,
     /// The bytes of the VBAR to fill, whole pages.
@@ -69,7 +70,7 @@ pub struct FillJob<'a> {
     pub keep: Keep,
     /// Work that may still use what is behind the target: the copies come after it. Each is covered
     /// by a record.
-    pub after: &'a [Ticket],
+    pub after: Vec<Ticket>,
 }
 
 /// Page-locked bytes by what holds them.
@@ -185,18 +186,13 @@ impl Filler {
         drop(stopped);
     }
 
-    /// Carries out the jobs in their order: reads their bytes and enqueues their copies. `each` is
-    /// called once a job, in order and with no lock held, with the ticket after which its bytes are
-    /// in place, `Ticket::NONE` where no bytes belong there. The first error is the last call: the
-    /// jobs after it are not done.
-    ///
-    /// The errors are `Io`, `FileChanged`, those of waiting, and what the driver says. Copies
-    /// enqueued before the failure still run: the caller takes [`Filler::fence`] before it reuses
-    /// the targets.
-    pub fn fill_all(&self, jobs: &[FillJob<'_>], each: &mut dyn FnMut(usize, Result<Ticket>)) {
+    /// Begins the jobs: where threads read, they do so from now on. What comes of it is for
+    /// [`Pipeline::run`]; dropped before that, nothing does.
+    #[must_use = "nothing is copied before it is run"]
+    pub fn begin(&self, jobs: Vec<FillJob>) -> Pipeline<'_> {
         *self.busy_at.lock() = Instant::now();
         let readers = self.readers.lock().clone();
-        Pipeline::new(self, readers, jobs).run(each);
+        Pipeline::new(self, readers, jobs)
     }
 
     /// Records a fence on the fill stream that covers everything enqueued so far.

@@ -4,7 +4,7 @@ mod cache;
 pub mod engine;
 pub mod fill;
 mod gpu_clock;
-mod pipeline;
+pub mod pipeline;
 pub mod readers;
 pub mod ring;
 mod span;

@@ -36,10 +36,10 @@ const LOOK: Duration = Duration::from_micros(500);
 const PAGEABLE_BYTES: usize = 2 * MIB as usize;
 
 /// See the module's text.
-pub(super) struct Pipeline<'a> {
+pub struct Pipeline<'a> {
     filler: &'a Filler,
     readers: Option<Arc<Readers>>,
-    jobs: &'a [FillJob<'a>],
+    jobs: Vec<FillJob>,
     /// Not begun.
     spans: VecDeque<Span>,
     next_job: usize,
@@ -88,13 +88,25 @@ impl<'a> Pipeline<'a> {
     pub(super) fn new(
         filler: &'a Filler,
         readers: Option<Arc<Readers>>,
-        jobs: &'a [FillJob<'a>],
+        jobs: Vec<FillJob>,
     ) -> Self {
         let (spans, begun) = Default::default();
-        Self { filler, readers, jobs, spans, next_job: 0, begun }
+        let mut pipeline = Self { filler, readers, jobs, spans, next_job: 0, begun };
+        if pipeline.readers.is_some() {
+            pipeline.begin_more(Hurry::No);
+        }
+        pipeline
     }
 
-    pub(super) fn run(mut self, each: &mut dyn FnMut(usize, Result<Ticket>)) {
+    /// Carries the jobs out in their order: waits for their bytes and enqueues their copies. `each`
+    /// is called once a job, in order and with no lock held, with the ticket after which its bytes
+    /// are in place, `Ticket::NONE` where no bytes belong there. The first error is the last call:
+    /// the jobs after it are not done.
+    ///
+    /// The errors are `Io`, `FileChanged`, those of waiting, and what the driver says. Copies
+    /// enqueued before the failure still run: the caller takes [`Filler::fence`] before it reuses
+    /// the targets.
+    pub fn run(mut self, each: &mut dyn FnMut(usize, Result<Ticket>)) {
         let (mut ready, mut ordered) = (Ticket::NONE, 0);
         loop {
             self.begin_more(Hurry::Yes);
@@ -107,7 +119,6 @@ impl<'a> Pipeline<'a> {
                 Ok(()) => self.end(&span, begun),
                 Err(error) => {
                     self.begun.push_front((span, begun));
-                    self.give_up();
                     each(job, Err(error));
                     return;
                 }
@@ -116,7 +127,6 @@ impl<'a> Pipeline<'a> {
                 Ok(ticket) if ticket.is_none() => {}
                 Ok(ticket) => ready = ticket,
                 Err(error) => {
-                    self.give_up();
                     each(job, Err(error));
                     return;
                 }
@@ -131,7 +141,7 @@ impl<'a> Pipeline<'a> {
     fn order(&self, job: usize) -> Result<()> {
         let filler = self.filler;
         let device = &filler.device;
-        for user in self.jobs[job].after {
+        for user in &self.jobs[job].after {
             let wait = || device.fences.stream_wait(filler.stream, filler.slot, *user);
             if !device.retry(wait).map_err(|error| device.note(error))? {
                 let text = "a frame in use was taken although no fence covers its user";
@@ -160,7 +170,7 @@ impl<'a> Pipeline<'a> {
         if self.spans.is_empty() {
             let job = self.jobs.get(self.next_job)?;
             let slot_bytes = self.filler.part_bytes();
-            self.spans.extend(Span::of_job(self.next_job, job.bound, &job.target, slot_bytes));
+            self.spans.extend(Span::of_job(self.next_job, &job.bound, &job.target, slot_bytes));
             self.next_job += 1;
         }
         self.spans.pop_front()
@@ -180,7 +190,7 @@ impl<'a> Pipeline<'a> {
             && self.readers.is_some()
             && let Some(window) = filler.cache.window_for(key)
         {
-            return Ok(Some(self.read(span, job.bound, Place::Window(window))));
+            return Ok(Some(self.read(span, &job.bound, Place::Window(window))));
         }
         if filler.staging.slot_count() == 0 {
             return Ok(Some(Begun::Pageable));
@@ -193,7 +203,7 @@ impl<'a> Pipeline<'a> {
             (None, Hurry::Yes) => filler.staging.take(&filler.device)?,
             (Some(slot), _) => slot,
         };
-        Ok(Some(self.read(span, job.bound, Place::Slot(slot))))
+        Ok(Some(self.read(span, &job.bound, Place::Slot(slot))))
     }
 
     /// Has a span read to its place.
@@ -246,7 +256,7 @@ impl<'a> Pipeline<'a> {
     }
 
     fn end(&mut self, span: &Span, begun: Begun) -> Result<Ticket> {
-        let bound = self.jobs[span.job].bound;
+        let bound = &Arc::clone(&self.jobs[span.job].bound);
         match begun {
             Begun::Nothing => Ok(Ticket::NONE),
             Begun::Failed(error) => Err(error),
@@ -390,9 +400,11 @@ impl<'a> Pipeline<'a> {
         counters::add(&device.counters.bytes_filled, span.len() as u64);
         filler.fence()
     }
+}
 
-    /// Lets go of what was begun and is not wanted any more.
-    fn give_up(&mut self) {
+impl Drop for Pipeline<'_> {
+    fn drop(&mut self) {
+        // What was begun and is not wanted any more.
         for (_, begun) in self.begun.drain(..) {
             if let Begun::Reading { place, read, .. } = begun {
                 read.give_up(place);

@@ -126,17 +126,16 @@ impl Rig {
     /// Fills pages in one batch. The results that came, in order.
     fn try_fill(&self, pages: Range<u32>, keep: Keep) -> Vec<Result<()>> {
         let jobs = pages.map(|page| FillJob {
-            bound: &self.bound,
+            bound: Arc::clone(&self.bound),
             base: self.base,
             target: u64::from(page) * P..u64::from(page + 1) * P,
             bar: 0,
             page,
             keep,
-            after: &[],
+            after: Vec::new(),
         });
-        let jobs: Vec<_> = jobs.collect();
         let mut results = Vec::new();
-        self.filler().fill_all(&jobs, &mut |index, result| {
+        self.filler().begin(jobs.collect()).run(&mut |index, result| {
             assert_eq!(index, results.len(), "each job is told once, in order");
             results.push(result.map(|ticket| assert!(!ticket.is_none())));
         });

@@ -19,6 +19,10 @@ pub(super) struct Plan {
     pub(super) revision: u64,
     /// Compute time was sampled for all of its steps.
     pub(super) sampled: bool,
+    /// Another plan is not expected soon: what it streams is worth a place in page-locked memory.
+    pub(super) is_settled: bool,
+    /// Steps that had come when it was made.
+    pub(super) made_at: u64,
     /// Frames that it was made for.
     frames: u64,
     ranking: Ranking,
@@ -36,7 +40,8 @@ impl Plan {
 
     /// The same for another number of frames.
     pub(super) fn with_frames(self, frames: u64) -> Self {
-        Self::of(self.revision, self.sampled, self.ranking, frames)
+        let is_settled = self.is_settled;
+        Self { is_settled, ..Self::of(self.revision, self.sampled, self.ranking, frames) }
     }
 
     fn of(revision: u64, sampled: bool, ranking: Ranking, frames: u64) -> Self {
@@ -56,7 +61,8 @@ impl Plan {
             Err(_) => few,
         };
         let kept = kept.into_iter().map(|(bar, pages)| (bar, Arc::new(pages))).collect();
-        Self { revision, sampled, frames, ranking, streaming_frames, kept }
+        let (is_settled, made_at) = (sampled, 0);
+        Self { revision, sampled, is_settled, made_at, frames, ranking, streaming_frames, kept }
     }
 
     /// Steps of the cycle.

@@ -11,6 +11,7 @@ use super::course::{Arrival, Course};
 use super::notes::{Note, Notes, Taken};
 use super::plan::Plan;
 use super::samples::Sample;
+use crate::copy::fill::Keep;
 use crate::error::{Error, ErrorCode, Result};
 use crate::memory::pager::{Fetched, PageOf, Pager, Role, Spent, Stop, Wanted};
 use crate::memory::vbar::Bar;
@@ -27,6 +28,8 @@ const PAUSE_MOMENT: Duration = Duration::from_micros(100);
 const BATCH: usize = 16;
 /// What a MiB takes on the link, in nanoseconds: 55 GB/s, page-locked memory to an H100 or H200.
 const NS_PER_MIB: u64 = 19_000;
+/// Cycles after which a plan is believed although no compute time was sampled.
+const PATIENT_CYCLES: u64 = 3;
 /// Steps that are looked ahead at most.
 const AHEAD_MAX: usize = 1 << 14;
 
@@ -53,6 +56,8 @@ pub(super) struct Runner {
     course: Course,
     plan: Option<Plan>,
     plans: u64,
+    /// Steps that came so far.
+    steps: u64,
     bars: HashMap<BarId, Arc<Bar>>,
     /// Pages that the program wished for, once.
     wishes: VecDeque<PageRef>,
@@ -77,6 +82,7 @@ impl Runner {
             self.note(pager, note);
         }
         self.plan_if_due(pager);
+        self.settle(pager);
         loop {
             match self.fetch(pager)? {
                 Progress::Made if notes.is_any() => return Ok(Duration::ZERO),
@@ -141,6 +147,7 @@ impl Runner {
         spans.iter().for_each(|span| self.know(pager, span.bar));
         let plan = self.plan.as_ref();
         let Some(recorded) = self.schedule.record(spans) else { return };
+        self.steps += 1;
         let known = self.schedule.spans(recorded.step).to_vec();
         if self.course.faulted(&known, |page| is_kept(plan, page)) == Arrival::Other {
             log::trace!("a fault that was not the next one: {:?}", recorded.verdict);
@@ -175,7 +182,7 @@ impl Runner {
         let Some(plan) = self.plan.take() else { return };
         for bar in plan.kept.keys() {
             if let Some(bar) = self.bars.get(bar) {
-                pager.set_kept(bar, None);
+                pager.set_kept(bar, None, Keep::No);
             }
         }
     }
@@ -220,10 +227,11 @@ impl Runner {
         self.enforce(pager, plan);
     }
 
-    fn enforce(&mut self, pager: &Pager, plan: Plan) {
+    fn enforce(&mut self, pager: &Pager, mut plan: Plan) {
+        plan.made_at = self.steps;
+        self.apply(pager, &plan);
         for (bar, kept) in &plan.kept {
             if let Some(bar) = self.bars.get(bar) {
-                pager.set_kept(bar, Some(Arc::clone(kept)));
                 // One copy is enough of what stays on the device.
                 pager.forget_locked(bar, kept.iter().copied());
             }
@@ -237,6 +245,28 @@ impl Runner {
             }
         }
         self.plan = Some(plan);
+    }
+
+    fn apply(&self, pager: &Pager, plan: &Plan) {
+        let streamed = if plan.is_settled { Keep::Locked } else { Keep::No };
+        for (bar, kept) in &plan.kept {
+            if let Some(bar) = self.bars.get(bar) {
+                pager.set_kept(bar, Some(Arc::clone(kept)), streamed);
+            }
+        }
+    }
+
+    /// A plan that was made without samples is soon another one, which streams other pages; but
+    /// some programs give none.
+    fn settle(&mut self, pager: &Pager) {
+        let Some(plan) = &mut self.plan else { return };
+        let steps = self.steps - plan.made_at;
+        if !plan.is_settled && steps > PATIENT_CYCLES * plan.step_count() as u64 {
+            plan.is_settled = true;
+            let plan = self.plan.take();
+            plan.iter().for_each(|plan| self.apply(pager, plan));
+            self.plan = plan;
+        }
     }
 
     /// Takes a sample of compute time in.

@@ -10,7 +10,8 @@ use std::sync::Arc;
 use super::Pager;
 use super::plan::{Asker, Backing, Claim, Protected, Take, Victim};
 use super::state::{Lingering, LingeringFrame};
-use crate::copy::fill::FillJob;
+use crate::copy::fill::{FillJob, Filler};
+use crate::copy::pipeline::Pipeline;
 use crate::counters;
 use crate::driver::{DriverError, DriverResult, FrameHandle};
 use crate::error::{Error, ErrorCode, Result};
@@ -80,6 +81,15 @@ impl Pager {
     ) -> std::result::Result<Vec<Protected>, Failure> {
         let strict = self.device.options.eviction == Eviction::Strict;
         let mut placed = self.place(claims);
+        // Read while the mappings are made.
+        let filler = match self.filler_for(&placed) {
+            Ok(filler) => filler,
+            Err(error) => {
+                self.undo(placed);
+                return Err(Failure::Error(error));
+            }
+        };
+        let filling = filler.as_ref().map(|filler| filler.begin(fill_jobs(&placed)));
         let done = if strict { self.unmap_victims_first(&mut placed) } else { Ok(()) }
             .and_then(|()| self.lift_claimed(&placed))
             .and_then(|()| self.create_missing(&mut placed))
@@ -89,7 +99,7 @@ impl Pager {
             self.undo(placed);
             return Err(failure);
         }
-        self.commit(placed, writer)
+        self.commit(placed, writer, filling)
     }
 
     fn place(&self, claims: Vec<Claim>) -> Vec<Placed> {
@@ -208,6 +218,7 @@ impl Pager {
         &self,
         placed: Vec<Placed>,
         writer: Option<Writer>,
+        filling: Option<Pipeline<'_>>,
     ) -> std::result::Result<Vec<Protected>, Failure> {
         counters::add(&self.device.counters.pages_mapped, placed.len() as u64);
         let mut lingering = Vec::new();
@@ -232,7 +243,7 @@ impl Pager {
         }
         let mut published = Vec::with_capacity(placed.len());
         let mut is_published = vec![false; placed.len()];
-        let filled = self.make_ready(&placed, writer, &mut |index, ticket| {
+        let filled = self.make_ready(&placed, writer, filling, &mut |index, ticket| {
             let entry = &placed[index];
             published.extend(self.publish(&entry.claim, entry.frame(), ticket));
             is_published[index] = true;
@@ -273,11 +284,14 @@ impl Pager {
         &self,
         placed: &[Placed],
         caller: Option<Writer>,
+        filling: Option<Pipeline<'_>>,
         ready: &mut dyn FnMut(usize, Ticket),
     ) -> Result<()> {
         let (bound, bare): (Vec<usize>, Vec<usize>) =
             (0..placed.len()).partition(|index| placed[*index].claim.bar.bound().is_some());
-        self.fill(placed, &bound, ready)?;
+        if let Some(filling) = filling {
+            self.fill(placed, &bound, filling, ready)?;
+        }
         let mut cleared = None;
         for index in bare {
             let ticket = self.clear(&placed[index].claim, caller, &mut cleared)?;
@@ -286,21 +300,23 @@ impl Pager {
         Ok(())
     }
 
+    /// The filler, where there are bound pages among the claims.
+    fn filler_for(&self, placed: &[Placed]) -> Result<Option<Arc<Filler>>> {
+        let bound = placed.iter().any(|entry| entry.claim.bar.bound().is_some());
+        bound.then(|| self.filler()).transpose()
+    }
+
     /// Fills the bound pages among the claims, whose indexes are given.
     fn fill(
         &self,
         placed: &[Placed],
         bound: &[usize],
+        filling: Pipeline<'_>,
         ready: &mut dyn FnMut(usize, Ticket),
     ) -> Result<()> {
-        if bound.is_empty() {
-            return Ok(());
-        }
-        let jobs: Vec<FillJob<'_>> =
-            bound.iter().filter_map(|index| self.fill_job(&placed[*index].claim)).collect();
         let filler = self.filler()?;
         let mut filled = Ok(());
-        filler.fill_all(&jobs, &mut |job, result| {
+        filling.run(&mut |job, result| {
             let index = bound[job];
             let ticket = result.and_then(|ticket| {
                 // A page between tensors has no copies; its frame's former users count all the
@@ -315,15 +331,6 @@ impl Pager {
             }
         });
         filled
-    }
-
-    fn fill_job<'a>(&self, claim: &'a Claim) -> Option<FillJob<'a>> {
-        let bound = claim.bar.bound()?;
-        let start = claim.bar.page_size.offset_of(claim.page);
-        let target = start..start + self.page_bytes();
-        let (bar, page, keep) = (claim.bar.id, claim.page.0, claim.keep);
-        let (base, after) = (claim.bar.space.base, claim.users.as_slice());
-        Some(FillJob { bound, base, target, bar, page, keep, after })
     }
 
     /// The ticket after which a page that the program fills may be written by anybody. `cleared`
@@ -494,6 +501,21 @@ impl Pager {
         }
         Failure::Error(self.device.note(error.into()))
     }
+}
+
+/// The jobs of the bound pages among the claims, in their order.
+fn fill_jobs(placed: &[Placed]) -> Vec<FillJob> {
+    placed.iter().filter_map(|entry| fill_job(&entry.claim)).collect()
+}
+
+fn fill_job(claim: &Claim) -> Option<FillJob> {
+    let bound = Arc::clone(claim.bar.bound()?);
+    let page_size = claim.bar.page_size;
+    let start = page_size.offset_of(claim.page);
+    let target = start..start + page_size.bytes();
+    let (bar, page, keep) = (claim.bar.id, claim.page.0, claim.keep);
+    let (base, after) = (claim.bar.space.base, claim.users.clone());
+    Some(FillJob { bound, base, target, bar, page, keep, after })
 }
 
 impl Failure {

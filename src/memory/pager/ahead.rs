@@ -186,10 +186,11 @@ impl Pager {
     }
 
     /// Says which pages of a bound VBAR are to stay: faults take the others first. `None`: no plan.
-    pub fn set_kept(&self, bar: &Bar, kept: Option<Arc<BTreeSet<u32>>>) {
+    /// `streamed` says whether the bytes of the others are worth a place in page-locked memory.
+    pub fn set_kept(&self, bar: &Bar, kept: Option<Arc<BTreeSet<u32>>>, streamed: Keep) {
         self.trace_plan(bar, kept.as_ref().map_or(0, |kept| kept.len()));
         if let Ok(entry) = self.state.lock().open_mut(bar) {
-            entry.kept = kept;
+            (entry.kept, entry.keep_streamed) = (kept, streamed);
         }
     }
 
@@ -256,7 +257,7 @@ fn claim(state: &mut State, wanted: &Wanted, take: Take, users: Vec<Ticket>) -> 
     let claimed = bar.table.page(page).claim();
     debug_assert!(claimed.is_ok(), "absent pages are claimed under the lock only");
     let streams = wanted.role == Role::Streamed;
-    let keep = if streams { Keep::Locked } else { Keep::No };
+    let keep = if streams { state.bar(bar.id).keep_streamed } else { Keep::No };
     let (backing, asker) = (Backing::Device, Asker::Engine);
     Claim { bar, page, take, users, streams, backing, keep, asker }
 }

@@ -137,6 +137,7 @@ impl Pager {
             hosted: Default::default(),
             streaming: Default::default(),
             kept: None,
+            keep_streamed: Default::default(),
             watermark: bar.table.page_count(),
             floor: 0,
             healing: Healing::new(self.device.options.heal_window),

@@ -317,7 +317,10 @@ fn claim(
                 .map_or(own == OwnVictims::Some && bar.bound().is_some(), |role| {
                     role == Role::Streamed
                 });
-            let keep = if planned == Some(Role::Streamed) { Keep::Locked } else { Keep::No };
+            let keep = match planned {
+                Some(Role::Streamed) => state.bar(bar.id).keep_streamed,
+                _ => Keep::No,
+            };
             let (backing, asker) = (Backing::Device, Asker::Fault);
             Claim { bar, page, take, users, streams, backing, keep, asker }
         })

@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 use super::Role;
 use super::claim::Backing;
 use super::poison::Store;
+use crate::copy::fill::Keep;
 use crate::driver::FrameHandle;
 use crate::error::Result;
 use crate::memory::budget::Budget;
@@ -34,6 +35,8 @@ pub(super) struct BarState {
     pub(super) streaming: VecDeque<u32>,
     /// Bound VBARs with a plan: pages that stay; see [`Pager::set_kept`](super::Pager::set_kept).
     pub(super) kept: Option<Arc<BTreeSet<u32>>>,
+    /// What is done with the bytes of the other pages.
+    pub(super) keep_streamed: Keep,
     /// Bare VBARs: pages at or above are not faulted in.
     pub(super) watermark: u32,
     /// Pages below are not evicted.

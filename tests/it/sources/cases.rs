@@ -161,17 +161,17 @@ fn pages_of_many_pieces_and_files_of_odd_lengths_come_whole() {
         let job = |page_index: u32| {
             let target = u64::from(page_index) * page..u64::from(page_index + 1) * page;
             FillJob {
-                bound: &bound,
+                bound: Arc::clone(&bound),
                 base,
                 target,
                 bar: 3,
                 page: page_index,
                 keep: Keep::Locked,
-                after: &[],
+                after: Vec::new(),
             }
         };
         for _ in 0..2 {
-            filler.fill_all(&[job(0), job(1)], &mut |_, result| assert!(result.is_ok()));
+            filler.begin(vec![job(0), job(1)]).run(&mut |_, result| assert!(result.is_ok()));
             sim.stream_synchronize(filler.stream().0).unwrap();
             let found = sim.read_bytes(base, 2 * page as usize).unwrap();
             let range = |range: &Range<u64>| range.start as usize..range.end as usize;
