@@ -299,3 +299,47 @@ fn an_unpin_is_covered_by_its_own_record_whoever_looks_at_the_events() {
     });
     bench.check_shut();
 }
+
+/// Streams of the program, the library's threads, and copies that are late, in all combinations:
+/// the device computes the same with each.
+#[test]
+fn scenario_42_no_combination_of_streams_threads_and_late_copies_changes_a_result() {
+    for streams in 1..=3 {
+        for threads in [Threads::Off, Threads::On] {
+            for sim in [ROOMY, "capacity=64M,granularity=64K,bandwidth=300M,latency=200us"] {
+                let folder = TempDir::new().unwrap();
+                let path = folder.path().join("model.safetensors");
+                synthesize(&path, 32 * P, SEED).unwrap();
+                let staging_slot_count = streams;
+                let options = RuntimeOptions {
+                    threads: Some(threads),
+                    staging_slot_count,
+                    ..budget_options(14)
+                };
+                let world = World::with(sim, options);
+                let bar = open_model(&world, &path);
+                let targets: Vec<_> =
+                    (0..streams).map(|_| (world.another_stream(), world.scratch())).collect();
+                let mut expected = vec![0u64; streams];
+                for use_number in 0..4 * bar.model().tensors().len() {
+                    let tensor = use_number % bar.model().tensors().len();
+                    let (stream, target) = targets[use_number % streams];
+                    let Fault::Resident(guard) = bar.fault(tensor, stream).unwrap() else {
+                        panic!("tensor {tensor} is offloaded");
+                    };
+                    let delay = Duration::from_micros(30);
+                    world.sum(guard.address(), guard.bytes(), target, delay, stream);
+                    let told = &bar.model().tensors()[tensor];
+                    let sum = pattern_sum(told.bytes, tensor_seed(SEED, &told.name));
+                    let slot = &mut expected[use_number % streams];
+                    *slot = slot.wrapping_add(sum);
+                }
+                for ((stream, target), expected) in targets.iter().zip(&expected) {
+                    assert_eq!(world.word(*target, *stream), *expected, "{streams} {threads:?}");
+                }
+                world.check();
+                drop(bar);
+            }
+        }
+    }
+}

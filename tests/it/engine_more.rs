@@ -330,7 +330,7 @@ fn a_stream_that_was_destroyed_is_asked_nothing() {
 }
 
 #[test]
-fn a_stream_is_captured_while_the_engine_runs() {
+fn scenario_46_a_graph_keeps_its_pages_while_the_engine_runs() {
     for mode in [CaptureMode::Global, CaptureMode::ThreadLocal, CaptureMode::Relaxed] {
         let rig = Rig::new(threaded(24));
         let model = rig.model("model", 48);
