@@ -280,6 +280,51 @@ def measure(workload, path, arguments, link, label):
     return rows
 
 
+def plot(rows, link):
+    """Pass time over its bound by budget, a line a workload, as SVG."""
+    width, height, left, top = 720, 360, 60, 30
+    right, bottom = width - 150, height - 50
+    most = max(1.1, max(row["over_bound"] for row in rows) + 0.02)
+    least = min(0.95, min(row["over_bound"] for row in rows) - 0.02)
+    colours = ["#1b6ca8", "#c8553d", "#588157", "#8e44ad", "#b8860b", "#444444"]
+
+    def at(percent, ratio):
+        x = left + (right - left) * percent / 100
+        return x, bottom - (bottom - top) * (ratio - least) / (most - least)
+
+    out = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}"'
+        ' font-family="sans-serif" font-size="12">',
+        f'<rect width="{width}" height="{height}" fill="white"/>',
+        f'<text x="{left}" y="18">Time of a pass over max(compute, streamed bytes / link);'
+        f" link {link / 1e9:.1f} GB/s</text>",
+    ]
+    for percent in range(0, 101, 10):
+        x, _ = at(percent, 1)
+        out.append(f'<text x="{x:.0f}" y="{bottom + 18}" text-anchor="middle">{percent} %</text>')
+    step = 0.05 if most - least < 0.5 else 0.25
+    ratio = math.ceil(least / step) * step
+    while ratio <= most:
+        _, y = at(0, ratio)
+        stroke = "#888" if abs(ratio - 1) < 1e-9 else "#ddd"
+        out.append(f'<path d="M{left} {y:.1f}H{right}" stroke="{stroke}"/>')
+        out.append(f'<text x="{left - 8}" y="{y + 4:.1f}" text-anchor="end">{ratio:.2f}</text>')
+        ratio += step
+    names = list(dict.fromkeys(row["workload"] for row in rows))
+    for number, name in enumerate(names):
+        colour = colours[number % len(colours)]
+        mine = [row for row in rows if row["workload"] == name]
+        points = [at(row["budget_percent"], row["over_bound"]) for row in mine]
+        line = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+        out.append(f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="2"/>')
+        out += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{colour}"/>' for x, y in points]
+        y = top + 16 * number + 10
+        out.append(f'<text x="{right + 12}" y="{y}" fill="{colour}">{name} tokens</text>')
+    middle = (left + right) / 2
+    out.append(f'<text x="{middle}" y="{height - 10}" text-anchor="middle">budget</text></svg>')
+    return "\n".join(out) + "\n"
+
+
 def integers(text):
     return [int(part) for part in text.split(",")]
 
@@ -298,6 +343,7 @@ def main():
     parser.add_argument("--learn", type=int, default=3)
     parser.add_argument("--no-threads", action="store_true")
     parser.add_argument("--json", type=pathlib.Path)
+    parser.add_argument("--svg", type=pathlib.Path)
     arguments = parser.parse_args()
     link = link_rate()
     print(f"link {link / 1e9:.1f} GB/s, page-locked memory to the device", flush=True)
@@ -320,6 +366,8 @@ def main():
         os.unlink(path)
     if arguments.json:
         arguments.json.write_text(json.dumps({"link": link, "rows": rows}, indent=1))
+    if arguments.svg:
+        arguments.svg.write_text(plot(rows, link))
     return 0 if all(row["equal"] for row in rows) else 1
 
 
