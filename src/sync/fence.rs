@@ -304,8 +304,8 @@ impl Fences {
 
     /// Records on the stream, after asking what has passed on it. While everything fits, another
     /// thread that is at the stream's events is left alone: its record, or the next one, covers
-    /// this thread's uses. While pages stream that will not do: the next one may come a layer later,
-    /// and whoever takes a page's frame would wait for that layer too.
+    /// this thread's uses. While pages stream that will not do: the next one may come a layer
+    /// later, and whoever takes a page's frame would wait for that layer too.
     ///
     /// # Errors
     /// As [`Fences::record`].
