@@ -1708,6 +1708,15 @@ const char *vbar_reason_text(uint32_t reason);
 VbarStatus vbar_token_unpin(struct VbarToken token, VbarStream stream);
 
 /*
+ Gives the pins of several tokens back, each as `vbar_token_unpin` does, and all of them whatever
+ the status: it is that of a token which failed. Of tokens for one stream and device it costs
+ less than one by one: a single fence covers all uses. Statuses: those of `vbar_token_unpin`;
+ `INVALID_ARGUMENT` for an array that cannot be, of which nothing is given back. Thread-safe.
+ The array has `count` elements.
+ */
+VbarStatus vbar_tokens_unpin(const struct VbarToken *tokens, size_t count, VbarStream stream);
+
+/*
  Remembers that another stream uses the bytes too; call it after that work was enqueued. It makes
  that stream wait for nothing: order it behind the fault's stream first, or fault once more for
  it. Statuses: the common ones, the driver's, `UNSUPPORTED` for a stream that is being captured,

@@ -14,7 +14,7 @@ use super::value::{Out, OutArray, Plain, byte_range, read_array};
 use crate::error::Result;
 use crate::memory::pager::{Faulted, Hold};
 use crate::outcome::Reason;
-use crate::runtime::{Fault, Guard, Runtime};
+use crate::runtime::{Guard, Runtime};
 use crate::slots::Ref;
 use crate::slots::thread::{self, Thread};
 use crate::units::{Generation, Stream};
@@ -220,16 +220,18 @@ pub unsafe extern "C" fn vbar_device_fault_many(
         let (ranges, out) = (read_array(ranges, count)?, OutArray::new(faults, count)?);
         let entries: Vec<_> =
             ranges.iter().map(|range| bar::find(range.bar)).collect::<Result<_>>()?;
-        let mut reserved = Vec::with_capacity(count);
-        for _ in ranges {
-            reserved.push(thread::with(Reserved::take)?);
-        }
+        let reserved: Vec<_> = thread::with(|thread| {
+            ranges.iter().map(|_| Reserved::take(thread)).collect::<Result<_>>()
+        })?;
         let runtime = &device::find(device)?.runtime;
-        let told = match fault_ranges(runtime, &entries, ranges, Stream(stream))? {
-            Fault::Resident(holds) => hand_out_all(entries, reserved, holds),
-            Fault::Offloaded(reason) => vec![VbarFault::offloaded(reason); count],
-        };
-        out.write(told);
+        match fault_ranges(runtime, &entries, ranges, Stream(stream))? {
+            Faulted::Resident(holds) => {
+                out.write(hand_out_all(entries.into_iter().zip(ranges), reserved, holds));
+            }
+            Faulted::Offloaded(reason) => {
+                out.write(std::iter::repeat_n(VbarFault::offloaded(reason), count));
+            }
+        }
         Ok(())
     })
 }
@@ -244,28 +246,25 @@ fn fault_ranges(
     entries: &[Ref<BarEntry>],
     ranges: &[VbarRange],
     stream: Stream,
-) -> Result<Fault<Vec<(VbarFault, Hold)>>> {
+) -> Result<Faulted<Vec<Hold>>> {
     let mut wanted = Vec::with_capacity(ranges.len());
     for (entry, range) in entries.iter().zip(ranges) {
         wanted.push((&entry.vbar, byte_range(range.bar_offset, range.bytes)?));
     }
-    Ok(match runtime.fault_many(&wanted, stream)? {
-        Fault::Resident(guards) => Fault::Resident(guards.into_iter().map(told_and_hold).collect()),
-        Fault::Offloaded(reason) => Fault::Offloaded(reason),
-    })
+    runtime.fault_holds(wanted.into_iter(), stream)
 }
 
-fn hand_out_all(
-    entries: Vec<Ref<BarEntry>>,
+fn hand_out_all<'a>(
+    ranges: impl Iterator<Item = (Ref<BarEntry>, &'a VbarRange)>,
     reserved: Vec<Reserved>,
-    holds: Vec<(VbarFault, Hold)>,
-) -> Vec<VbarFault> {
-    let tokens = entries.into_iter().zip(reserved);
-    let told = tokens.zip(holds).map(|((entry, reserved), (fault, hold))| {
+    holds: Vec<Hold>,
+) -> impl Iterator<Item = VbarFault> {
+    ranges.zip(reserved).zip(holds).map(|(((entry, range), reserved), hold)| {
+        let address = entry.vbar.base().0 + range.bar_offset;
+        let told = VbarFault::resident(address, range.bytes, newest(&hold));
         let token = reserved.hand_out(Source::Bar(entry), hold, Bytes::Valid);
-        VbarFault { token, ..fault }
-    });
-    told.collect()
+        VbarFault { token, ..told }
+    })
 }
 
 /// A short word for a reason, as a string of static life time. Thread-safe.

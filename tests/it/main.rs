@@ -20,6 +20,7 @@ mod files;
 mod forked;
 mod limits;
 mod logs;
+mod many;
 mod poison;
 mod pressure;
 mod program;

@@ -12,6 +12,7 @@ mod close;
 mod follow;
 mod hold;
 mod host;
+mod many;
 mod marks;
 mod messages;
 mod patience;
@@ -243,21 +244,6 @@ impl Pager {
         })
     }
 
-    /// Makes all ranges resident and pins them, or none of them. The holds come in the order of
-    /// the requests.
-    ///
-    /// # Errors
-    /// As [`Pager::fault`]; `Closed` when one of the VBARs is.
-    pub fn fault_many(
-        &self,
-        requests: &[Request<'_>],
-        stream: Stream,
-    ) -> Result<Faulted<Vec<Hold>>> {
-        let serve = || self.device.check().and_then(|()| self.fault_slowly(requests, stream));
-        let faulted = self.traced(requests, stream, serve);
-        faulted.map_err(|error| self.fault_failed(error, requests))
-    }
-
     /// Pins every page of the range if all are mapped. The flag says whether the stream comes
     /// after all their ready fences already.
     #[inline]
@@ -349,11 +335,23 @@ impl Pager {
         ordered
     }
 
-    /// Lets the hold's stream wait for its pages' ready fences; the CPU where there is no stream or
-    /// it is being captured. Of pages that one stream fills the last one stands for all.
+    /// Lets the hold's stream wait for its pages' ready fences.
     fn order(&self, bar: &Bar, hold: &Hold, capture: CaptureState) -> Result<()> {
+        let pages = bar.table.pages(hold.pages.clone()).map(|(_, page)| page);
+        self.order_pages(pages, hold.stream, hold.slot, capture)
+    }
+
+    /// Lets `stream` wait for pages' ready fences; the CPU where there is no stream or it is being
+    /// captured. Of pages that one stream fills the last one stands for all.
+    fn order_pages<'a>(
+        &self,
+        pages: impl Iterator<Item = &'a Page>,
+        stream: Stream,
+        slot: Option<StreamSlot>,
+        capture: CaptureState,
+    ) -> Result<()> {
         let mut last: Vec<Ticket> = Vec::new();
-        for (_, page) in bar.table.pages(hold.pages.clone()) {
+        for page in pages {
             if page.word().state != PageState::Issued {
                 continue;
             }
@@ -365,8 +363,7 @@ impl Pager {
                 None => last.push(ready),
             }
         }
-        last.into_iter()
-            .try_for_each(|ready| self.order_after(ready, hold.stream, hold.slot, capture))
+        last.into_iter().try_for_each(|ready| self.order_after(ready, stream, slot, capture))
     }
 
     /// Lets `stream` (or the CPU) wait for one ticket.
@@ -430,17 +427,17 @@ impl Pager {
             // The pages are protected: only a forced end of run can come in between.
             let holds = self.pin_all(requests, stream, slot)?;
             drop(protected);
-            let Some(mut holds) = holds else { continue };
-            for (request, hold) in requests.iter().zip(&mut holds) {
-                let done = self.order(request.bar, hold, capture).and_then(|()| {
-                    hold.kept = capture == CaptureState::Active;
-                    if hold.kept { self.keep_for_graph(request.bar, hold) } else { Ok(()) }
-                });
-                if let Err(error) = done {
-                    let all = requests.iter().zip(&holds);
-                    all.for_each(|(request, hold)| self.release_unused(request.bar, hold));
-                    return Err(error);
-                }
+            let Some((mut holds, _)) = holds else { continue };
+            let done = self.order_all(requests, &holds, capture).and_then(|()| {
+                let kept = capture == CaptureState::Active;
+                requests.iter().zip(&mut holds).try_for_each(|(request, hold)| {
+                    hold.kept = kept;
+                    if kept { self.keep_for_graph(request.bar, hold) } else { Ok(()) }
+                })
+            });
+            if let Err(error) = done {
+                self.release_all_unused(requests, &holds);
+                return Err(error);
             }
             return Ok(Faulted::Resident(holds));
         }
@@ -449,26 +446,6 @@ impl Pager {
     fn refuse<T>(&self, reason: Reason) -> Faulted<T> {
         self.device.counters.refuse(reason);
         Faulted::Offloaded(reason)
-    }
-
-    fn pin_all(
-        &self,
-        requests: &[Request<'_>],
-        stream: Stream,
-        slot: Option<StreamSlot>,
-    ) -> Result<Option<Vec<Hold>>> {
-        let mut holds = Vec::with_capacity(requests.len());
-        for request in requests {
-            match self.pin(request.bar, request.pages.clone(), stream, slot) {
-                Ok(Some((hold, _))) => holds.push(hold),
-                missing => {
-                    let pinned = requests.iter().zip(&holds);
-                    pinned.for_each(|(request, hold)| self.release_unused(request.bar, hold));
-                    return missing.map(|_| None);
-                }
-            }
-        }
-        Ok(Some(holds))
     }
 
     /// Plans and acts until every page is mapped and protected, or the request is refused.
