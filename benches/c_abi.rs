@@ -18,7 +18,7 @@ use vbar::driver::select::{Selection, open};
 use vbar::ffi::VbarStatus;
 use vbar::ffi::bar::VbarBar;
 use vbar::ffi::device::{VbarDevice, VbarDeviceOptions, VbarStream};
-use vbar::ffi::fault::VbarFault;
+use vbar::ffi::fault::{VbarFault, VbarRange};
 use vbar::ffi::token::VbarToken;
 use vbar::units::{DeviceOrdinal, MIB, PageSize, Stream};
 use vbar::{Runtime, RuntimeOptions, Vbar};
@@ -26,17 +26,35 @@ use vbar::{Runtime, RuntimeOptions, Vbar};
 type Outcome<T> = Result<T, Box<dyn std::error::Error + Send + Sync>>;
 type Fault = unsafe extern "C" fn(VbarBar, u64, u64, VbarStream, *mut VbarFault) -> VbarStatus;
 type Unpin = extern "C" fn(VbarToken, VbarStream) -> VbarStatus;
+type Create = unsafe extern "C" fn(VbarDevice, u64, *mut VbarBar) -> VbarStatus;
+type FaultMany = unsafe extern "C" fn(
+    VbarDevice,
+    *const VbarRange,
+    usize,
+    VbarStream,
+    *mut VbarFault,
+) -> VbarStatus;
+type UnpinMany = unsafe extern "C" fn(*const VbarToken, usize, VbarStream) -> VbarStatus;
 
 const ROUNDS: usize = 31;
 const HITS: u32 = 50_000;
 const PAGE: u64 = 2 * MIB;
 const PAGES: u64 = 16;
+/// Ranges of one `fault_many`, and their bytes.
+const GROUP: u64 = 100;
+const SMALL: u64 = 64 << 10;
+const GROUP_FAULTS: u32 = 500;
 
-/// The two functions that a hit calls, and a VBAR of the library's with every page resident.
+/// The functions that hits call, and a VBAR of the library's with every page resident.
 struct CSide {
     fault: Fault,
     unpin: Unpin,
+    fault_many: FaultMany,
+    /// A library that is older has none: each token by itself then.
+    unpin_many: Option<UnpinMany>,
+    device: VbarDevice,
     bar: VbarBar,
+    create: Create,
 }
 
 /// The same from Rust.
@@ -66,6 +84,28 @@ fn main() -> Outcome<()> {
         rates.sort_by(f64::total_cmp);
         println!("C, {threads} threads, no stream, one VBAR: {:.1} M/s", rates[3] / 1e6);
     }
+    groups(&rust, &c, word, "everything fits")?;
+    let crowd = rust.crowd()?;
+    c.crowd()?;
+    groups(&rust, &c, word, "VBARs exceed the budget")?;
+    drop(crowd);
+    Ok(())
+}
+
+/// `fault_many` of a hundred small ranges, and the end of its pins.
+fn groups(rust: &RustSide, c: &CSide, word: &str, name: &str) -> Outcome<()> {
+    let stream = match word {
+        "cuda" => rust.driver.stream_create()?,
+        // Of a simulated device that is not ours only the default stream is known.
+        _ => Stream::PER_THREAD,
+    };
+    let mut pairs = Vec::with_capacity(ROUNDS);
+    for _ in 0..=ROUNDS {
+        pairs.push((rust.groups(stream)?, c.groups(stream.0)?));
+    }
+    let ours = median(pairs.iter().skip(1).map(|(rust, _)| *rust).collect());
+    let through = median(pairs.iter().skip(1).map(|(_, c)| *c).collect());
+    println!("a range of {GROUP} by fault_many, {name}: Rust {ours:.0} ns, C {through:.0} ns");
     Ok(())
 }
 
@@ -102,12 +142,31 @@ impl RustSide {
         }
         Ok(nanos_each(started))
     }
+
+    /// Nanoseconds of one range.
+    fn groups(&self, stream: Stream) -> Outcome<f64> {
+        let ranges: Vec<_> =
+            (0..GROUP).map(|at| (&self.vbar, at * SMALL..(at + 1) * SMALL)).collect();
+        let started = Instant::now();
+        for _ in 0..GROUP_FAULTS {
+            let guards = self.runtime.fault_many(&ranges, stream)?.resident();
+            drop(black_box(guards.expect("the pages are resident")));
+        }
+        Ok(nanos_each_range(started))
+    }
+
+    /// A VBAR whose extent exceeds the budget.
+    fn crowd(&self) -> Outcome<Vbar> {
+        let crowd = self.runtime.create_bar(2 * PAGES * PAGE)?;
+        let last = (2 * PAGES - 1) * PAGE..2 * PAGES * PAGE;
+        drop(crowd.fault(last, Stream::NONE)?.resident().expect("there is a frame"));
+        Ok(crowd)
+    }
 }
 
 impl CSide {
     fn open(library: &Library, word: &str) -> Outcome<Self> {
         type Open = unsafe extern "C" fn(*const VbarDeviceOptions, *mut VbarDevice) -> VbarStatus;
-        type Create = unsafe extern "C" fn(VbarDevice, u64, *mut VbarBar) -> VbarStatus;
         // SAFETY: the header declares them so.
         let open: Symbol<'_, Open> = unsafe { library.get(b"vbar_device_open") }?;
         // SAFETY: as above.
@@ -116,6 +175,11 @@ impl CSide {
         let fault: Symbol<'_, Fault> = unsafe { library.get(b"vbar_bar_fault") }?;
         // SAFETY: as above.
         let unpin: Symbol<'_, Unpin> = unsafe { library.get(b"vbar_token_unpin") }?;
+        // SAFETY: as above.
+        let fault_many: Symbol<'_, FaultMany> = unsafe { library.get(b"vbar_device_fault_many") }?;
+        // SAFETY: as above.
+        let unpin_many = unsafe { library.get::<UnpinMany>(b"vbar_tokens_unpin") };
+        let unpin_many = unpin_many.ok().map(|symbol| *symbol);
         let word = std::ffi::CString::new(word)?;
         let options = VbarDeviceOptions {
             size: size_of::<VbarDeviceOptions>(),
@@ -131,9 +195,41 @@ impl CSide {
         check(unsafe { open(&raw const options, &raw mut device) })?;
         // SAFETY: the output is ours.
         check(unsafe { create(device, PAGES * PAGE, &raw mut bar) })?;
-        let side = Self { fault: *fault, unpin: *unpin, bar };
+        let (fault, unpin, fault_many, create) = (*fault, *unpin, *fault_many, *create);
+        let side = Self { fault, unpin, fault_many, unpin_many, device, bar, create };
         side.hit(0, PAGES * PAGE, usize::MAX)?;
         Ok(side)
+    }
+
+    /// As the same of the other side; the VBAR lives on.
+    fn crowd(&self) -> Outcome<()> {
+        let mut crowd = VbarBar { id: 0 };
+        // SAFETY: the output is ours.
+        check(unsafe { (self.create)(self.device, 2 * PAGES * PAGE, &raw mut crowd) })?;
+        Self { bar: crowd, ..*self }.hit((2 * PAGES - 1) * PAGE, PAGE, usize::MAX)
+    }
+
+    fn groups(&self, stream: VbarStream) -> Outcome<f64> {
+        let range = |at| VbarRange { bar: self.bar, bar_offset: at * SMALL, bytes: SMALL };
+        let ranges: Vec<_> = (0..GROUP).map(range).collect();
+        let mut faults = Vec::<VbarFault>::with_capacity(ranges.len());
+        let mut tokens = Vec::with_capacity(ranges.len());
+        let started = Instant::now();
+        for _ in 0..GROUP_FAULTS {
+            let (count, out) = (ranges.len(), faults.as_mut_ptr());
+            // SAFETY: both arrays have as many elements.
+            check(unsafe { (self.fault_many)(self.device, ranges.as_ptr(), count, stream, out) })?;
+            // SAFETY: the call was good, so they were all written.
+            unsafe { faults.set_len(count) };
+            tokens.clear();
+            tokens.extend(black_box(&faults).iter().map(|fault| fault.token));
+            match self.unpin_many {
+                // SAFETY: as many as it says.
+                Some(unpin) => check(unsafe { unpin(tokens.as_ptr(), tokens.len(), stream) })?,
+                None => tokens.iter().try_for_each(|token| check((self.unpin)(*token, stream)))?,
+            }
+        }
+        Ok(nanos_each_range(started))
     }
 
     #[inline]
@@ -184,6 +280,15 @@ fn nanos_each(started: Instant) -> f64 {
     started.elapsed().as_nanos() as f64 / f64::from(HITS)
 }
 
+fn nanos_each_range(started: Instant) -> f64 {
+    started.elapsed().as_nanos() as f64 / (f64::from(GROUP_FAULTS) * GROUP as f64)
+}
+
+fn median(mut values: Vec<f64>) -> f64 {
+    values.sort_by(f64::total_cmp);
+    values[values.len() / 2]
+}
+
 /// Rust and C in turn, so that both meet the same moods of the machine.
 fn compare(rust: &RustSide, c: &CSide, name: &str, stream: Stream) -> Outcome<()> {
     let mut pairs = Vec::with_capacity(ROUNDS);
@@ -191,10 +296,6 @@ fn compare(rust: &RustSide, c: &CSide, name: &str, stream: Stream) -> Outcome<()
         pairs.push((rust.hits(stream)?, c.hits(stream)?));
     }
     pairs.remove(0);
-    let median = |mut values: Vec<f64>| {
-        values.sort_by(f64::total_cmp);
-        values[values.len() / 2]
-    };
     let ours = median(pairs.iter().map(|(rust, _)| *rust).collect());
     let through = median(pairs.iter().map(|(_, c)| *c).collect());
     let more = median(pairs.iter().map(|(rust, c)| c - rust).collect());

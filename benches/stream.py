@@ -66,7 +66,6 @@ class Workload:
     def __init__(self, tensors, steps, compute):
         self.tensors, self.steps, self.compute = tensors, steps, compute
         self.bytes = sum(tensor.nbytes for tensor in tensors.values())
-        self.views = {}
 
     def resident(self):
         """A pass over plain resident tensors."""
@@ -75,29 +74,37 @@ class Workload:
             state = self.compute(state, [self.tensors[name] for name in step])
         return state
 
-    def view(self, model, name):
-        view = self.views.get(name)
-        if view is None:
-            told = model[name]
-            flat = torch.as_tensor(Raw(told.address, told.nbytes // 2), device="cuda")
-            view = self.views[name] = flat.view(torch.bfloat16).view(told.shape)
-        return view
-
     @staticmethod
-    def fault(device, model, step):
+    def view(model, name):
+        told = model[name]
+        flat = torch.as_tensor(Raw(told.address, told.nbytes // 2), device="cuda")
+        return flat.view(torch.bfloat16).view(told.shape)
+
+    def prepare(self, model):
+        """What a program does once after it has opened a model."""
+        self.ranges = [
+            vbar.Ranges((model.bar, model[name].bar_offset, model[name].nbytes) for name in step)
+            for step in self.steps
+        ]
+        # Torch asks the driver about an address, which must be backed then.
+        self.step_views = [None] * len(self.steps)
+
+    def fault(self, device, model, index):
+        step = self.steps[index]
         if len(step) == 1:
             return model.fault(step[0])
-        return device.fault_many(
-            [(model.bar, model[name].bar_offset, model[name].nbytes) for name in step]
-        )
+        return device.fault_many(self.ranges[index])
 
     def streamed(self, device, model, offloaded):
         """A pass through faults."""
         state = None
-        for step in self.steps:
-            with self.fault(device, model, step) as fault:
+        for index, step in enumerate(self.steps):
+            with self.fault(device, model, index) as fault:
                 if fault:
-                    weights = [self.view(model, name) for name in step]
+                    weights = self.step_views[index]
+                    if weights is None:
+                        weights = [self.view(model, name) for name in step]
+                        self.step_views[index] = weights
                 else:
                     offloaded.append((step[0], fault.reason))
                     weights = [self.tensors[name] for name in step]
@@ -220,12 +227,12 @@ def measure(workload, path, arguments, link, label):
         # Whole pages, so that all of the model is all of it; a page more for the file's gaps.
         budget = math.ceil(workload.bytes * percent / 100 / page) * page
         budget += 2 * page if percent == 100 else 0
-        workload.views.clear()
         with vbar.Device(
             "cuda", budget=budget, page_size=arguments.page, threads=not arguments.no_threads
         ) as device:
             with device.open_model(path) as model:
                 offloaded = []
+                workload.prepare(model)
 
                 def run():
                     return workload.streamed(device, model, offloaded)

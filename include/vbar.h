@@ -498,7 +498,8 @@ enum VbarOutcome
  {
   /*
    Mapped, pinned, and valid for the stream given. The bytes are there too, except in a VBAR
-   that is not bound and faulted by range: see `vbar_bar_fault`.
+   that is not bound and faulted by range: see `vbar_bar_fault`. With `VBAR_REASON_HOST_MAPPED`
+   the device reads pages of it over the link, at a fraction of its memory's speed.
    */
   VBAR_OUTCOME_RESIDENT = 1,
   /*
@@ -506,8 +507,7 @@ enum VbarOutcome
    */
   VBAR_OUTCOME_REFILL = 2,
   /*
-   Not resident, by decision: use the host's copy. Nothing is pinned, unless the reason is
-   `VBAR_REASON_HOST_MAPPED`.
+   Not resident, by decision: use the host's copy. Nothing is pinned.
    */
   VBAR_OUTCOME_OFFLOADED = 3,
   /*
@@ -594,7 +594,7 @@ typedef uint32_t VbarPoison;
 #endif // __cplusplus
 
 /*
- Why a range is offloaded. A number that a program does not know is a new reason.
+ Why a range is offloaded, or resident in the host's memory. A number that a program does not know is a new reason.
  */
 enum VbarReason
 #if defined(__cplusplus) || __STDC_VERSION__ >= 202311L
@@ -651,9 +651,8 @@ enum VbarReason
    */
   VBAR_REASON_QUARANTINED = 11,
   /*
-   Readable and pinned all the same, pages of it in the host's memory, which the device reads
-   over the link: see `VbarDeviceOptions::host_mapped`. Address, bytes, signature and token are
-   those of a resident fault. Whoever does not want it so gives the token back.
+   It is resident, pages of it in the host's memory, which the device reads over the link: see
+   `VbarDeviceOptions::host_mapped`. Whoever does not want it so gives the token back.
    */
   VBAR_REASON_HOST_MAPPED = 12,
 };
@@ -1763,6 +1762,15 @@ const char *vbar_reason_text(uint32_t reason);
  when an end of run took the pins. Thread-safe.
  */
 VbarStatus vbar_token_unpin(struct VbarToken token, VbarStream stream);
+
+/*
+ Gives the pins of several tokens back, each as `vbar_token_unpin` does, and all of them whatever
+ the status: it is that of a token which failed. Of tokens for one stream and device it costs
+ less than one by one: a single fence covers all uses. Statuses: those of `vbar_token_unpin`;
+ `INVALID_ARGUMENT` for an array that cannot be, of which nothing is given back. Thread-safe.
+ The array has `count` elements.
+ */
+VbarStatus vbar_tokens_unpin(const struct VbarToken *tokens, size_t count, VbarStream stream);
 
 /*
  Remembers that another stream uses the bytes too; call it after that work was enqueued. It makes

@@ -427,8 +427,7 @@ public:
     Result<Faults> try_fault_many(Span<const VbarRange> ranges, Stream stream) const {
         // Room first: past the call nothing may fail while tokens have no owner.
         std::vector<VbarFault> told(ranges.size());
-        std::vector<Guard> guards;
-        guards.reserve(ranges.size());
+        Guards guards(ranges.size(), stream);
         if (const VbarStatus status = vbar_device_fault_many(
                 device_, ranges.data(), ranges.size(), stream.get(), told.data())) {
             return Error(status);
@@ -438,7 +437,7 @@ public:
         const auto outcome = static_cast<Outcome>(first.outcome);
         if (outcome == Outcome::resident || first.token.id != 0) {
             for (const VbarFault &fault : told) {
-                guards.emplace_back(fault, stream);
+                guards.add(fault);
             }
         }
         return Faults(std::move(guards), outcome, static_cast<Reason>(first.reason));

@@ -1,7 +1,7 @@
 // vbar for C++17: what a fault comes to, and the pins that it gives.
 //
-// Owns `Guard`, which keeps bytes resident, `Fill`, which is asked to write them, and `Fault` and
-// `Faults`, which tell which of them there is. vbar.hpp makes them and includes this file.
+// Owns `Guard`, which keeps bytes resident, `Guards`, several of them that end together, `Fill`,
+// which is asked to write bytes, and `Fault` and `Faults`, which tell which of them there is. vbar.hpp makes them and includes this file.
 //
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
@@ -177,8 +177,7 @@ public:
     Fault(const VbarFault &fault, Stream stream) noexcept
         : held_(fault, stream), outcome_(static_cast<Outcome>(fault.outcome)),
           reason_(static_cast<Reason>(fault.reason)) {
-        if (outcome_ != Outcome::resident && outcome_ != Outcome::refill &&
-            reason_ != Reason::host_mapped) {
+        if (outcome_ != Outcome::resident && outcome_ != Outcome::refill) {
             held_.reset();
         }
     }
@@ -193,22 +192,20 @@ public:
     [[nodiscard]] Fill *refill() noexcept {
         return outcome_ == Outcome::refill ? &held_ : nullptr;
     }
-    // What is readable and pinned although it is offloaded, pages of it in the host's memory that
-    // the device reads over the link; else nullptr. Only with `HostMapped::on`.
-    [[nodiscard]] Guard *host_mapped() noexcept {
-        return reason_ == Reason::host_mapped && held_ ? static_cast<Guard *>(&held_) : nullptr;
-    }
+    // Resident, but pages of it are in the host's memory, which the device reads over the link. Only
+    // with `HostMapped::on`.
+    [[nodiscard]] bool host_mapped() const noexcept { return reason_ == Reason::host_mapped; }
     // Bytes of device frames that an offloaded range needs, whole pages; with a budget of less it
     // is too large. 0 for what is pinned.
     [[nodiscard]] std::uint64_t needed_bytes() const noexcept {
-        return offloaded() && !held_ ? held_.bytes() : 0;
+        return offloaded() ? held_.bytes() : 0;
     }
     // Not resident, by decision: use the host's copy.
     [[nodiscard]] bool offloaded() const noexcept { return outcome_ == Outcome::offloaded; }
     // Another caller fills the allocation.
     [[nodiscard]] bool busy() const noexcept { return outcome_ == Outcome::busy; }
     [[nodiscard]] Outcome outcome() const noexcept { return outcome_; }
-    // `Reason::none` unless offloaded.
+    // `Reason::none` unless offloaded, or in the host's memory.
     [[nodiscard]] Reason reason() const noexcept { return reason_; }
 
 private:
@@ -249,27 +246,89 @@ Fault served(Stream stream, Call call, Arguments... arguments) {
 
 } // namespace detail
 
+// The guards of ranges that were faulted together, in their order. At their end they give their pins
+// back together, which costs less than one by one; one that is moved out gives back its own.
+class [[nodiscard]] Guards {
+public:
+    // Holds nothing.
+    Guards() noexcept = default;
+    Guards(Guards &&) noexcept = default;
+    Guards &operator=(Guards &&other) noexcept {
+        if (this != &other) {
+            reset();
+            guards_ = std::move(other.guards_);
+            tokens_ = std::move(other.tokens_);
+            stream_ = other.stream_;
+        }
+        return *this;
+    }
+    // Makes room for `count` guards of one stream: nothing fails while they are taken over.
+    Guards(std::size_t count, Stream stream) : stream_(stream) {
+        guards_.reserve(count);
+        tokens_.reserve(count);
+    }
+    // Takes over a resident fault of the C functions for that stream.
+    void add(const VbarFault &fault) noexcept { guards_.emplace_back(fault, stream_); }
+    ~Guards() { reset(); }
+
+    [[nodiscard]] bool empty() const noexcept { return guards_.empty(); }
+    [[nodiscard]] std::size_t size() const noexcept { return guards_.size(); }
+    // `index` is below size().
+    [[nodiscard]] Guard &operator[](std::size_t index) noexcept { return guards_[index]; }
+    [[nodiscard]] auto begin() noexcept { return guards_.begin(); }
+    [[nodiscard]] auto end() noexcept { return guards_.end(); }
+    // The guards, each by itself from now on.
+    [[nodiscard]] std::vector<Guard> take() noexcept { return std::move(guards_); }
+
+    // Gives all pins back, as the destructor does, and tells how it went: the pins go in any case.
+    // Errors: stale_token when some were taken back by force.
+    [[nodiscard]] Status unpin() noexcept {
+        tokens_.clear();
+        for (Guard &guard : guards_) {
+            if (guard) {
+                tokens_.push_back(guard.release());
+            }
+        }
+        guards_.clear();
+        if (tokens_.empty()) {
+            return Status::ok;
+        }
+        return static_cast<Status>(
+            vbar_tokens_unpin(tokens_.data(), tokens_.size(), stream_.get()));
+    }
+    // As unpin(). A failure is in the library's log.
+    void reset() noexcept { static_cast<void>(unpin()); }
+
+private:
+    std::vector<Guard> guards_;
+    // Room for all, made at the beginning: an end cannot fail.
+    std::vector<VbarToken> tokens_;
+    Stream stream_ = no_stream;
+};
+
 // What a fault of several ranges came to: a guard for each, in their order, or none of them.
 class [[nodiscard]] Faults {
 public:
-    Faults(std::vector<Guard> guards, Outcome outcome, Reason reason) noexcept
+    Faults(Guards guards, Outcome outcome, Reason reason) noexcept
         : guards_(std::move(guards)), outcome_(outcome), reason_(reason) {}
 
     // All of them are resident.
     explicit operator bool() const noexcept { return outcome_ == Outcome::resident; }
     [[nodiscard]] Outcome outcome() const noexcept { return outcome_; }
     [[nodiscard]] Reason reason() const noexcept { return reason_; }
-    // 0 when they are offloaded, but for `Reason::host_mapped`: then each has its guard.
+    // 0 when they are offloaded.
     [[nodiscard]] std::size_t size() const noexcept { return guards_.size(); }
     // `index` is below size().
     [[nodiscard]] Guard &operator[](std::size_t index) noexcept { return guards_[index]; }
     [[nodiscard]] auto begin() noexcept { return guards_.begin(); }
     [[nodiscard]] auto end() noexcept { return guards_.end(); }
-    // The guards, for the caller to keep.
-    [[nodiscard]] std::vector<Guard> take() noexcept { return std::move(guards_); }
+    // All guards, for the caller to keep, or to end with `Guards::unpin`.
+    [[nodiscard]] Guards &guards() noexcept { return guards_; }
+    // The guards, each by itself, for the caller to keep.
+    [[nodiscard]] std::vector<Guard> take() noexcept { return guards_.take(); }
 
 private:
-    std::vector<Guard> guards_;
+    Guards guards_;
     Outcome outcome_;
     Reason reason_;
 };

@@ -67,7 +67,7 @@ pub mod units;
 pub use error::{Error, ErrorCode, Result};
 pub use options::RuntimeOptions;
 pub use outcome::{Reason, Refusal, WaitKind};
-pub use runtime::{Allocation, AllocationFault, Fault, Guard, ModelBar, Runtime, Vbar};
+pub use runtime::{Allocation, AllocationFault, Fault, Guard, Guards, ModelBar, Runtime, Vbar};
 pub use sync::wait::{WaitCheck, set_wait_check};
 
 /// The README's programs are compiled with the documentation's tests.

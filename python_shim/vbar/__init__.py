@@ -56,9 +56,10 @@ from ._errors import (
     TooManyPins,
     Unsupported,
 )
-from ._guard import Busy, Guard, Guards, Offloaded, Refill
+from ._guard import Busy, Guard, Offloaded, Refill
 from ._library import load, status_text, version
 from ._log import deliver as deliver_messages
+from ._many import Guards, Ranges
 from ._model import Model, Tensor
 from ._sizes import Size
 from ._streams import NO_STREAM, Stream
@@ -118,6 +119,7 @@ __all__ = [
     "Page",
     "PageState",
     "ProcessEnding",
+    "Ranges",
     "Reason",
     "Refill",
     "Segment",

@@ -311,6 +311,7 @@ FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "vbar_allocation_fault_wait": (Status, [Allocation, Stream, POINTER(Fault)]),
     "vbar_allocation_invalidate": (Status, [Allocation]),
     "vbar_token_unpin": (Status, [Token, Stream]),
+    "vbar_tokens_unpin": (Status, [POINTER(Token), c_size_t, Stream]),
     "vbar_token_also_used_on": (Status, [Token, Stream]),
     "vbar_token_commit": (Status, [Token, Stream]),
     "vbar_model_open": (Status, [Device, c_char_p, POINTER(Model)]),

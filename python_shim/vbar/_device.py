@@ -11,7 +11,8 @@ from . import _abi, _library
 from ._call import call, text_of
 from ._closeable import Closeable
 from ._errors import InvalidArgument
-from ._guard import Guards, Offloaded
+from ._guard import Offloaded
+from ._many import Guards, Ranges
 from ._sizes import Size, parse_seconds, parse_size, unsigned
 from ._streams import Stream, handle_of
 from ._values import (
@@ -164,42 +165,22 @@ class Device(Closeable):
         return Model(self, source, name)
 
     def fault_many(
-        self, ranges: Iterable[tuple[Bar, int, int]], stream: Stream = None
+        self, ranges: Ranges | Iterable[tuple[Bar, int, int]], stream: Stream = None
     ) -> Guards | Offloaded:
         """Make several ranges resident, or none of them.
 
         Args:
-            ranges: of each the VBAR, its first byte and its length, in bytes.
+            ranges: of each the VBAR, its first byte and its length, in bytes. What is faulted again
+                and again costs less as :class:`vbar.Ranges`, made once.
             stream: as for :meth:`vbar.Bar.fault`.
 
         Raises:
             InvalidArgument: a range is outside its VBAR.
             TimedOut, Cancelled: a wait ended.
         """
-        wanted = [
-            (bar, unsigned(bar_offset, "bar_offset"), unsigned(nbytes, "nbytes"))
-            for bar, bar_offset, nbytes in ranges
-        ]
+        wanted = ranges if isinstance(ranges, Ranges) else Ranges(ranges)
         handle = handle_of(stream, self._torch_ordinal)
-        told = (_abi.Range * len(wanted))()
-        for place, (bar, at, size) in zip(told, wanted):
-            place.bar, place.bar_offset, place.bytes = bar._id, at, size
-        faults = (_abi.Fault * len(wanted))()
-        try:
-            call(self._lib.vbar_device_fault_many, self._id, told, len(wanted), handle, faults)
-        except BaseException:
-            for fault in faults:
-                if fault.token:
-                    self._lib.vbar_token_unpin(fault.token, handle)
-            raise
-        if faults and not faults[0].token:
-            return Offloaded(Reason(faults[0].reason), faults[0].bytes)
-        return Guards(
-            [
-                bar._guard_of(fault, at, size, handle, stream)
-                for (bar, at, size), fault in zip(wanted, faults)
-            ]
-        )
+        return Guards._fault(self, wanted, handle, stream)
 
     def schedule_hint(self, steps: Iterable[Iterable[tuple[Bar, int, int]]]) -> None:
         """Say in which order ranges of bound VBARs will be faulted, again and again.
@@ -217,12 +198,7 @@ class Device(Closeable):
         """
         given = [list(step) for step in steps]
         counts = (ctypes.c_size_t * len(given))(*map(len, given))
-        wanted = [entry for step in given for entry in step]
-        told = (_abi.Range * len(wanted))()
-        for place, (bar, bar_offset, nbytes) in zip(told, wanted):
-            place.bar = bar._id
-            place.bar_offset = unsigned(bar_offset, "bar_offset")
-            place.bytes = unsigned(nbytes, "nbytes")
+        told = Ranges(entry for step in given for entry in step)._told
         call(self._lib.vbar_device_schedule_hint, self._id, told, counts, len(given))
 
     @property

@@ -18,7 +18,6 @@ from ._call import call_often
 from ._dtypes import Dtype
 from ._errors import GuardReleased, InvalidArgument
 from ._unshared import Unshared
-from ._values import Reason
 
 if TYPE_CHECKING:
     from ._guard import Guard
@@ -217,8 +216,7 @@ def _shape_for(guard: Guard, dtype: Dtype, shape: Sequence[int] | int | None) ->
 def _fault_again(guard: Guard, stream: int) -> _abi.Fault:
     """Pins of their own for what a guard holds; not resident only when it was let go meanwhile."""
     fault = guard._fault_again(stream)
-    host_mapped = fault.token and fault.reason == Reason.HOST_MAPPED
-    if fault.outcome != _abi.OUTCOME_RESIDENT and not host_mapped:
+    if fault.outcome != _abi.OUTCOME_RESIDENT:
         if fault.token:
             guard._unpin(fault.token, stream)
         raise GuardReleased("the bytes went, or were declared no good, while they were exported")

@@ -6,7 +6,7 @@ A guard owns one token of the library and gives it back once: at the end of its 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Callable, Iterator, Literal, Sequence, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Callable, Literal, Sequence, TypeVar
 
 from . import _abi, _interrupt, _library, _log
 from ._call import call_often, raise_failure
@@ -267,58 +267,6 @@ class Busy(NotResident):
 
     def __repr__(self) -> str:
         return "<vbar.Busy>"
-
-
-class Guards(Unshared, Sequence[Guard]):
-    """The guards of :meth:`vbar.Device.fault_many`, in the order of its ranges."""
-
-    __slots__ = ("_guards",)
-
-    def __init__(self, guards: Sequence[Guard]) -> None:
-        self._guards = tuple(guards)
-
-    @overload
-    def __getitem__(self, index: int) -> Guard: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Guard]: ...
-    def __getitem__(self, index: int | slice) -> Guard | Sequence[Guard]:
-        return self._guards[index]
-
-    def __len__(self) -> int:
-        return len(self._guards)
-
-    def __iter__(self) -> Iterator[Guard]:
-        return iter(self._guards)
-
-    def __bool__(self) -> Literal[True]:
-        # Also of no ranges at all: none of them is offloaded.
-        return True
-
-    def __enter__(self) -> Guards:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        first: Exception | None = None
-        for guard in self._guards:
-            try:
-                guard.__exit__(kind, error, traceback)
-            except Exception as failure:
-                first = first or failure
-        if first is not None:
-            raise first
-
-    def close(self) -> None:
-        """Give all pins back. A second time does nothing.
-
-        Raises:
-            StaleToken: a forced end of run took some before; the others were given back.
-        """
-        self.__exit__(None, None, None)
 
 
 def fault_of(function: Callable[..., int], *arguments: Any) -> _abi.Fault:

@@ -149,9 +149,9 @@ impl Follow for Engine {
         self.work.notes.add(Note::Faulted(spans.to_vec()));
     }
 
-    fn unpinned(&self, device: &Device, span: Span, stream: Stream) {
-        self.work.samples.end(device, span, stream);
-        self.work.notes.add(Note::Unpinned(span));
+    fn unpinned(&self, device: &Device, spans: &[Span], stream: Stream) {
+        self.work.samples.end(device, spans, stream);
+        self.work.notes.add_all(spans.iter().map(|span| Note::Unpinned(*span)));
     }
 
     fn closed(&self, bar: u32) {

@@ -14,7 +14,7 @@ use super::value::{Out, OutArray, Plain, byte_range, read_array};
 use crate::error::Result;
 use crate::memory::pager::{Faulted, Hold};
 use crate::outcome::{Reason, Refusal};
-use crate::runtime::{Fault, Guard, Runtime};
+use crate::runtime::{Guard, Runtime};
 use crate::slots::Ref;
 use crate::slots::thread::{self, Thread};
 use crate::units::{Generation, Stream};
@@ -24,18 +24,18 @@ use crate::units::{Generation, Stream};
 #[repr(u32)]
 pub enum VbarOutcome {
     /// Mapped, pinned, and valid for the stream given. The bytes are there too, except in a VBAR
-    /// that is not bound and faulted by range: see `vbar_bar_fault`.
+    /// that is not bound and faulted by range: see `vbar_bar_fault`. With `VBAR_REASON_HOST_MAPPED`
+    /// the device reads pages of it over the link, at a fraction of its memory's speed.
     Resident = 1,
     /// Mapped and pinned, the bytes undefined: write them, then `vbar_token_commit`.
     Refill = 2,
-    /// Not resident, by decision: use the host's copy. Nothing is pinned, unless the reason is
-    /// `VBAR_REASON_HOST_MAPPED`.
+    /// Not resident, by decision: use the host's copy. Nothing is pinned.
     Offloaded = 3,
     /// Another caller is filling the allocation. Nothing is pinned.
     Busy = 4,
 }
 
-/// Why a range is offloaded. A number that a program does not know is a new reason.
+/// Why a range is offloaded, or resident in the host's memory. A number that a program does not know is a new reason.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[repr(u32)]
 pub enum VbarReason {
@@ -64,9 +64,8 @@ pub enum VbarReason {
     FencePending = 10,
     /// A page of the range is lost to a failed undo.
     Quarantined = 11,
-    /// Readable and pinned all the same, pages of it in the host's memory, which the device reads
-    /// over the link: see `VbarDeviceOptions::host_mapped`. Address, bytes, signature and token are
-    /// those of a resident fault. Whoever does not want it so gives the token back.
+    /// It is resident, pages of it in the host's memory, which the device reads over the link: see
+    /// `VbarDeviceOptions::host_mapped`. Whoever does not want it so gives the token back.
     HostMapped = 12,
 }
 
@@ -124,9 +123,10 @@ impl VbarFault {
         Self { bytes, ..Self::NOTHING }.because(refusal.reason)
     }
 
-    /// The same pins, pages of them in the host's memory.
+    /// The same pins, pages of them in the host's memory. Resident all the same: a program that
+    /// does not look at the reason is right, only slower, and gives its token back.
     pub(super) fn host_mapped(self) -> Self {
-        self.because(Reason::HostMapped)
+        Self { reason: VbarReason::HostMapped as u32, ..self }
     }
 
     fn because(self, reason: Reason) -> Self {
@@ -241,18 +241,23 @@ pub unsafe extern "C" fn vbar_device_fault_many(
         let (ranges, out) = (read_array(ranges, count)?, OutArray::new(faults, count)?);
         let entries: Vec<_> =
             ranges.iter().map(|range| bar::find(range.bar)).collect::<Result<_>>()?;
-        let mut reserved = Vec::with_capacity(count);
-        for _ in ranges {
-            reserved.push(thread::with(Reserved::take)?);
-        }
+        let reserved: Vec<_> = thread::with(|thread| {
+            ranges.iter().map(|_| Reserved::take(thread)).collect::<Result<_>>()
+        })?;
         let runtime = &device::find(device)?.runtime;
-        let told = match fault_ranges(runtime, &entries, ranges, Stream(stream))? {
-            Fault::Resident(holds) | Fault::HostMapped(holds) => {
-                hand_out_all(entries, reserved, holds)
+        let faulted = fault_ranges(runtime, &entries, ranges, Stream(stream))?;
+        let named = entries.into_iter().zip(ranges);
+        match faulted {
+            Faulted::Resident(holds) => {
+                out.write(hand_out_all(named, reserved, holds, std::convert::identity));
             }
-            Fault::Offloaded(refusal) => vec![VbarFault::offloaded(refusal); count],
-        };
-        out.write(told);
+            Faulted::HostMapped(holds) => {
+                out.write(hand_out_all(named, reserved, holds, VbarFault::host_mapped));
+            }
+            Faulted::Offloaded(refusal) => {
+                out.write(std::iter::repeat_n(VbarFault::offloaded(refusal), count));
+            }
+        }
         Ok(())
     })
 }
@@ -267,32 +272,26 @@ fn fault_ranges(
     entries: &[Ref<BarEntry>],
     ranges: &[VbarRange],
     stream: Stream,
-) -> Result<Fault<Vec<(VbarFault, Hold)>>> {
+) -> Result<Faulted<Vec<Hold>>> {
     let mut wanted = Vec::with_capacity(ranges.len());
     for (entry, range) in entries.iter().zip(ranges) {
         wanted.push((&entry.vbar, byte_range(range.bar_offset, range.bytes)?));
     }
-    Ok(match runtime.fault_many(&wanted, stream)? {
-        Fault::Resident(guards) => Fault::Resident(guards.into_iter().map(told_and_hold).collect()),
-        Fault::HostMapped(guards) => {
-            let told = guards.into_iter().map(told_and_hold);
-            Fault::HostMapped(told.map(|(told, hold)| (told.host_mapped(), hold)).collect())
-        }
-        Fault::Offloaded(refusal) => Fault::Offloaded(refusal),
-    })
+    runtime.fault_holds(wanted.into_iter(), stream)
 }
 
-fn hand_out_all(
-    entries: Vec<Ref<BarEntry>>,
+fn hand_out_all<'a>(
+    ranges: impl Iterator<Item = (Ref<BarEntry>, &'a VbarRange)>,
     reserved: Vec<Reserved>,
-    holds: Vec<(VbarFault, Hold)>,
-) -> Vec<VbarFault> {
-    let tokens = entries.into_iter().zip(reserved);
-    let told = tokens.zip(holds).map(|((entry, reserved), (fault, hold))| {
+    holds: Vec<Hold>,
+    tell: fn(VbarFault) -> VbarFault,
+) -> impl Iterator<Item = VbarFault> {
+    ranges.zip(reserved).zip(holds).map(move |(((entry, range), reserved), hold)| {
+        let address = entry.vbar.base().0 + range.bar_offset;
+        let told = VbarFault::resident(address, range.bytes, newest(&hold));
         let token = reserved.hand_out(Source::Bar(entry), hold, Bytes::Valid);
-        VbarFault { token, ..fault }
-    });
-    told.collect()
+        VbarFault { token, ..tell(told) }
+    })
 }
 
 /// A short word for a reason, as a string of static life time. Thread-safe.

@@ -15,12 +15,12 @@ use super::device::VbarStream;
 use super::model::ModelEntry;
 use super::status::VbarStatus;
 use super::tag;
-use super::value::Plain;
+use super::value::{Plain, read_array};
 use crate::error::{Error, ErrorCode, Result};
 use crate::memory::pager::{Hit, Hold};
 use crate::runtime::{Runtime, Vbar};
 use crate::slots::thread::{self, Thread};
-use crate::slots::{FreeSlot, Ref, Tokens};
+use crate::slots::{Ending, FreeSlot, Ref, Tokens};
 use crate::units::Stream;
 
 /// Pins of one fault, given back once. 0 is none; ids are never used again.
@@ -165,15 +165,52 @@ fn none_left() -> Error {
 /// `StaleToken`, and those of giving back.
 #[inline(always)]
 pub(super) fn give_back(thread: &Thread, token: VbarToken, stream: Stream) -> Result<()> {
-    let Some(mut held) = TOKENS.end(token.id) else { return Err(spent(token)) };
+    let Some(held) = TOKENS.end(token.id) else { return Err(spent(token)) };
     let unpinned = held.unpin(stream);
+    end(thread, held);
+    unpinned
+}
+
+/// Ends a token whose pins were given back.
+#[inline(always)]
+fn end(thread: &Thread, mut held: Ending<'_, Held>) {
     if let Some(source) = held.source.take() {
         source.end_on(thread);
     }
     if let Some(slot) = held.free() {
         keep(thread, slot);
     }
-    unpinned
+}
+
+/// Gives the pins of several tokens back: all of them, also when some are spent.
+///
+/// # Errors
+/// As [`give_back`], of one of them.
+fn give_back_all(thread: &Thread, tokens: &[VbarToken], stream: Stream) -> Result<()> {
+    let mut result = Ok(());
+    let mut ending = Vec::with_capacity(tokens.len());
+    for token in tokens {
+        match TOKENS.end(token.id) {
+            Some(held) => ending.push(held),
+            None => result = result.and(Err(spent(*token))),
+        }
+    }
+    // Those of the first one's device go together, which are all unless a program mixes them.
+    let runtime = ending.first().map(|held| held.runtime().clone());
+    if let Some(runtime) = runtime {
+        let together =
+            |held: &&Ending<'_, Held>| held.bytes == Bytes::Valid && held.runtime().is(&runtime);
+        let holds: Vec<_> =
+            ending.iter().filter(together).map(|held| (held.vbar(), &held.hold)).collect();
+        result = result.and(runtime.unpin_holds(&holds, stream));
+        for held in ending.iter().filter(|held| !together(held)) {
+            result = result.and(held.unpin(stream));
+        }
+    }
+    for held in ending {
+        end(thread, held);
+    }
+    result
 }
 
 /// Puts what a token holds under a new one, and the old one is spent: whoever knew it has nothing
@@ -268,6 +305,25 @@ impl Held {
 #[unsafe(no_mangle)]
 pub extern "C" fn vbar_token_unpin(token: VbarToken, stream: VbarStream) -> VbarStatus {
     call(|| thread::with(|thread| give_back(thread, token, Stream(stream))))
+}
+
+/// Gives the pins of several tokens back, each as `vbar_token_unpin` does, and all of them whatever
+/// the status: it is that of a token which failed. Of tokens for one stream and device it costs
+/// less than one by one: a single fence covers all uses. Statuses: those of `vbar_token_unpin`;
+/// `INVALID_ARGUMENT` for an array that cannot be, of which nothing is given back. Thread-safe.
+///
+/// # Safety
+/// The array has `count` elements.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vbar_tokens_unpin(
+    tokens: *const VbarToken,
+    count: usize,
+    stream: VbarStream,
+) -> VbarStatus {
+    call(|| {
+        let tokens = read_array(tokens, count)?;
+        thread::with(|thread| give_back_all(thread, tokens, Stream(stream)))
+    })
 }
 
 /// Remembers that another stream uses the bytes too; call it after that work was enqueued. It makes

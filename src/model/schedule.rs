@@ -22,7 +22,7 @@ mod span;
 mod steps;
 mod threads;
 
-pub use span::{BarId, PageRef, Span};
+pub use span::{BarId, PageRef, Span, join};
 pub use steps::StepId;
 
 use history::History;
@@ -176,7 +176,7 @@ impl Schedule {
     #[must_use]
     pub fn step_of(&self, spans: &[Span]) -> Option<StepId> {
         let mut joined = Vec::new();
-        span::join(spans, &mut joined);
+        span::join_all(spans, &mut joined);
         self.steps.find(&joined)
     }
 
@@ -267,7 +267,7 @@ impl Schedule {
 
     fn intern(&mut self, spans: &[Span]) -> Option<StepId> {
         let mut joined = std::mem::take(&mut self.scratch);
-        span::join(spans, &mut joined);
+        span::join_all(spans, &mut joined);
         let step = (!joined.is_empty()).then(|| self.steps.intern(&joined));
         self.scratch = joined;
         step

@@ -4,7 +4,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use super::{Allocation, Runtime};
-use crate::error::{ErrorCode, Result};
+use crate::error::{Error, ErrorCode, Result};
 use crate::memory::pager::{BarMarks, Faulted, Freed, HeldPins, Hit, Hold, Residency};
 use crate::memory::pins::Token;
 use crate::memory::space::SpaceKind;
@@ -406,6 +406,11 @@ impl<'a> Guard<'a> {
         self.hold.take().expect("a guard holds until it is consumed")
     }
 
+    /// Takes the guard apart: whoever has the pins gives them back.
+    pub(super) fn into_parts(mut self) -> (&'a VbarInner, Hold) {
+        (self.vbar, self.hold.take().expect("a guard holds until it is consumed"))
+    }
+
     /// Gives the pins back without a fence: nothing was enqueued that uses the range.
     pub(super) fn release_unused(mut self) {
         if let Some(hold) = self.hold.take() {
@@ -427,11 +432,17 @@ impl std::fmt::Debug for Guard<'_> {
 impl Drop for Guard<'_> {
     fn drop(&mut self) {
         if let Err(error) = self.give_back() {
-            // A forced end of run said so already; anything else deserves to be seen.
-            match error.code() {
-                ErrorCode::StaleToken => log::debug!("unpin: {error}"),
-                _ => log::warn!("unpin: {error}"),
-            }
+            log_failed_unpin(&error);
         }
+    }
+}
+
+/// Says what nobody is there to be told of.
+#[cold]
+pub(super) fn log_failed_unpin(error: &Error) {
+    // A forced end of run said so already; anything else deserves to be seen.
+    match error.code() {
+        ErrorCode::StaleToken => log::debug!("unpin: {error}"),
+        _ => log::warn!("unpin: {error}"),
     }
 }

@@ -6,11 +6,14 @@
 mod ahead;
 mod allocation;
 mod bar;
+mod guards;
 mod model;
 mod pressure;
 mod statistics;
 mod tracing;
 
+use std::borrow::Borrow;
+use std::ops::Range;
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
@@ -30,6 +33,7 @@ use crate::units::{DeviceOrdinal, PageSize, Stream};
 
 pub use allocation::{Allocation, AllocationFault, FillGuard};
 pub use bar::{EndOfRun, Fault, Guard, Vbar};
+pub use guards::Guards;
 pub use model::ModelBar;
 pub use statistics::Statistics;
 
@@ -207,28 +211,57 @@ impl Runtime {
     /// [`Vbar::fault`].
     pub fn fault_many<'a>(
         &self,
-        ranges: &[(&'a Vbar, std::ops::Range<u64>)],
+        ranges: &[(&'a Vbar, Range<u64>)],
         stream: Stream,
-    ) -> Result<Fault<Vec<Guard<'a>>>> {
-        let mut requests = Vec::with_capacity(ranges.len());
-        for (vbar, bytes) in ranges {
-            if !Arc::ptr_eq(&vbar.runtime().inner, &self.inner) {
-                let text = "a VBAR of another runtime";
-                return Err(Error::new(ErrorCode::InvalidArgument, text));
-            }
-            requests.push(Request { bar: vbar.bar(), pages: vbar.bar().pages_of(bytes)? });
-        }
+    ) -> Result<Fault<Guards<'a>>> {
         let guards = |holds: Vec<Hold>| {
             let guards = ranges.iter().zip(holds);
-            guards
-                .map(|((vbar, bytes), hold)| Guard::new(vbar.inner(), bytes.clone(), hold))
-                .collect()
+            let guards =
+                guards.map(|((vbar, bytes), hold)| Guard::new(vbar.inner(), bytes.clone(), hold));
+            Guards::new(guards.collect())
         };
-        Ok(match self.pager().fault_many(&requests, stream)? {
+        let ranges = ranges.iter().map(|(vbar, bytes)| (*vbar, bytes));
+        Ok(match self.fault_holds(ranges, stream)? {
             Faulted::Resident(holds) => Fault::Resident(guards(holds)),
             Faulted::HostMapped(holds) => Fault::HostMapped(guards(holds)),
             Faulted::Offloaded(refusal) => Fault::Offloaded(refusal),
         })
+    }
+
+    /// As [`Runtime::fault_many`], the pins in the caller's hands.
+    ///
+    /// # Errors
+    /// As there.
+    pub(crate) fn fault_holds<'a, R: Borrow<Range<u64>>>(
+        &self,
+        ranges: impl ExactSizeIterator<Item = (&'a Vbar, R)>,
+        stream: Stream,
+    ) -> Result<Faulted<Vec<Hold>>> {
+        let mut requests = Vec::with_capacity(ranges.len());
+        for (vbar, bytes) in ranges {
+            if !vbar.runtime().is(self) {
+                let text = "a VBAR of another runtime";
+                return Err(Error::new(ErrorCode::InvalidArgument, text));
+            }
+            let pages = vbar.bar().pages_of(bytes.borrow())?;
+            requests.push(Request { bar: vbar.bar(), pages });
+        }
+        self.pager().fault_many(&requests, stream)
+    }
+
+    /// Gives several pins back that were taken out of guards, all of this runtime; `stream` as in
+    /// [`Runtime::unpin`].
+    ///
+    /// # Errors
+    /// As there, of the first that has one; all are given back.
+    pub(crate) fn unpin_holds(&self, holds: &[(&Vbar, &Hold)], stream: Stream) -> Result<()> {
+        let pins: Vec<_> = holds.iter().map(|(vbar, hold)| (vbar.bar(), *hold)).collect();
+        self.pager().unpin_all_on(&pins, stream)
+    }
+
+    /// Whether it is the same runtime.
+    pub(crate) fn is(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.inner, &other.inner)
     }
 
     /// Gives the pins of a token back. `stream` is the one that the token was faulted for, which

@@ -298,6 +298,26 @@ CASE(vbar_token_unpin) {
     EACH_BAD_ID(TOKEN, VbarToken, bad, vbar_token_unpin(bad, VBAR_STREAM_NONE));
 }
 
+CASE(vbar_tokens_unpin) {
+    VbarToken tokens[3] = {{0}};
+    FAILS(vbar_tokens_unpin(NULL, 1, 0), VBAR_STATUS_INVALID_ARGUMENT, "NULL");
+    FAILS(vbar_tokens_unpin(unaligned(), 1, 0), VBAR_STATUS_INVALID_ARGUMENT, "not aligned");
+    FAILS(vbar_tokens_unpin(tokens, SIZE_MAX, 0), VBAR_STATUS_INVALID_ARGUMENT,
+          "larger than memory");
+    EACH_BAD_ID(TOKEN, VbarToken, bad, vbar_tokens_unpin(&bad, 1, 0));
+    /* All good ones are given back, whatever stands beside them; one that is named twice is once. */
+    for (size_t at = 0; at < bad_id_count(); at++) {
+        VbarFault fault;
+        OK(vbar_bar_fault(world.bar, 0, 1, VBAR_STREAM_NONE, &fault));
+        tokens[0] = (VbarToken){bad_id(TOKEN, at)};
+        tokens[1] = tokens[2] = fault.token;
+        FAILS(vbar_tokens_unpin(tokens, 3, VBAR_STREAM_NONE), VBAR_STATUS_STALE_TOKEN,
+              tokens[0].id == 0 ? "0" : "0x");
+        FAILS(vbar_token_unpin(fault.token, VBAR_STREAM_NONE), VBAR_STATUS_STALE_TOKEN, "0x");
+    }
+    OK(vbar_tokens_unpin(NULL, 0, 0));
+}
+
 CASE(vbar_token_also_used_on) {
     EACH_BAD_ID(TOKEN, VbarToken, bad, vbar_token_also_used_on(bad, 0));
     if (on_gpu()) return;
@@ -363,7 +383,8 @@ const struct Case bar_cases[] = {
 };
 
 const struct Case token_cases[] = {
-    ENTRY(vbar_token_unpin),        ENTRY(vbar_token_also_used_on),
+    ENTRY(vbar_token_unpin),        ENTRY(vbar_tokens_unpin),
+    ENTRY(vbar_token_also_used_on),
     ENTRY(vbar_token_commit),       ENTRY(vbar_bar_allocate),
     ENTRY(vbar_allocation_place),   ENTRY(vbar_allocation_fault),
     ENTRY(vbar_allocation_fault_wait), ENTRY(vbar_allocation_invalidate),

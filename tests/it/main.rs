@@ -22,6 +22,7 @@ mod host_mapped;
 mod host_mapped_twin;
 mod limits;
 mod logs;
+mod many;
 mod poison;
 mod pressure;
 mod program;

@@ -294,6 +294,54 @@ class Bars(Case):
             with self.assertRaises(vbar.InvalidArgument):
                 device.fault_many([(one, 0, 1), (two, 4 * PAGE, 1)])
 
+    def test_prepared_ranges_are_faulted_again_and_again(self):
+        with open_device(budget=3 * PAGE) as device:
+            bar = device.create_bar(2 * PAGE)
+            ranges = vbar.Ranges((bar, at * 64, 64) for at in range(100))
+            self.assertEqual((len(ranges), ranges[3]), (100, (bar, 192, 64)))
+            for _ in range(3):
+                with device.fault_many(ranges) as guards:
+                    self.assertEqual(bar.residency()[0].pin_count, 100)
+                    self.assertEqual(guards[-1].address, bar.address + 99 * 64)
+                    self.assertIs(guards[99], guards[-1])
+                    self.assertEqual([guard.nbytes for guard in guards[:2]], [64, 64])
+                self.assertEqual(bar.residency()[0].pin_count, 0)
+                self.assertFalse(guards[0].is_held or guards[50].is_held)
+                guards.close()
+            with self.assertRaises(IndexError):
+                guards[100]
+            with self.assertRaises(vbar.InvalidArgument):
+                vbar.Ranges([(bar, -1, 64)])
+            with self.assertRaises(vbar.InvalidArgument):
+                device.fault_many(vbar.Ranges([(bar, 0, 64), (bar, 2 * PAGE, 1)]))
+            self.assertEqual(bar.residency()[0].pin_count, 0)
+
+    def test_guards_that_are_taken_out_end_by_themselves(self):
+        with open_device(budget=3 * PAGE) as device:
+            bar = device.create_bar(2 * PAGE)
+            ranges = vbar.Ranges((bar, at * 64, 64) for at in range(4))
+            pins = lambda: bar.residency()[0].pin_count
+            guards = device.fault_many(ranges)
+            guards[1].close()
+            self.assertEqual(pins(), 3)
+            kept = guards[2]
+            del guards
+            self.assertEqual(pins(), 1)
+            self.assertTrue(kept.is_held)
+            kept.close()
+            self.assertEqual(pins(), 0)
+            with device.fault_many(ranges) as guards:
+                guards[0].close()
+                list(guards)
+                bar.end_of_run(release_pins=True)
+                with self.assertRaises(vbar.StaleToken):
+                    guards.close()
+                self.assertFalse(any(guard.is_held for guard in guards))
+            with self.assertRaisesRegex(ValueError, "of the block"):
+                with device.fault_many(ranges):
+                    raise ValueError("of the block")
+            self.assertEqual(pins(), 0)
+
     def test_a_bound_bar_has_the_files_bytes(self):
         paths = [self.folder / name for name in ("one.bin", "two.bin")]
         for seed, path in enumerate(paths):

@@ -76,17 +76,25 @@ impl Notes {
     }
 
     pub(super) fn add(&self, note: Note) {
+        self.add_all(std::iter::once(note));
+    }
+
+    /// Adds notes of one event, and wakes the engine up at most once for them.
+    pub(super) fn add_all(&self, notes: impl Iterator<Item = Note>) {
         if self.closed.load(Acquire) {
             return;
         }
         let mut taken = self.taken.lock();
-        if taken.notes.len() >= NOTES_MAX {
-            taken.notes.clear();
-            taken.overrun = true;
+        let mut wake = false;
+        for note in notes {
+            if taken.notes.len() >= NOTES_MAX {
+                taken.notes.clear();
+                taken.overrun = true;
+            }
+            // A fault by itself sets no frame free: the engine sleeps on until the unpin.
+            wake |= !matches!(note, Note::Faulted(_)) || taken.notes.len() >= FAULTS_UNREAD;
+            taken.notes.push(note);
         }
-        // A fault by itself sets no frame free: the engine sleeps on until the unpin.
-        let wake = !matches!(note, Note::Faulted(_)) || taken.notes.len() >= FAULTS_UNREAD;
-        taken.notes.push(note);
         drop(taken);
         if wake {
             self.added.notify_one();

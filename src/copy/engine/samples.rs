@@ -11,7 +11,7 @@ use crate::copy::gpu_clock::find_origin;
 use crate::driver::{CaptureState, DriverCode, Event};
 use crate::error::Result;
 use crate::memory::pager::Pager;
-use crate::model::schedule::Span;
+use crate::model::schedule::{PageRef, Span};
 use crate::sync::device::Device;
 use crate::sync::{Acquire, AtomicBool, Mutex, Release};
 use crate::trace;
@@ -38,8 +38,9 @@ struct Books {
     free: Vec<Event>,
     /// An event and its reading of the trace's clock, while a trace is on.
     origin: Option<(Event, u64)>,
-    /// Faulted and not unpinned, by the first of their spans.
-    open: HashMap<Span, (Vec<Span>, Event, Stream)>,
+    /// Faulted and not unpinned, by the first of their pages: what was faulted together may be
+    /// unpinned together or piece by piece.
+    open: HashMap<PageRef, (Vec<Span>, Event, Stream)>,
     /// Both events are recorded, oldest first.
     pending: VecDeque<Pending>,
 }
@@ -69,7 +70,7 @@ impl Samples {
             return;
         }
         let mut books = self.books.lock();
-        let key = spans[0];
+        let Some(key) = spans.iter().find_map(Span::first_page) else { return };
         if books.pending.len() + books.open.len() >= PENDING_MAX || books.open.contains_key(&key) {
             return;
         }
@@ -78,25 +79,15 @@ impl Samples {
         }
     }
 
-    /// The pins of a span were given back for work on `stream`. The stream of the fault is asked
+    /// The pins of spans were given back for work on `stream`. The stream of the fault is asked
     /// nothing unless it is that one: it may have been destroyed.
-    pub(super) fn end(&self, device: &Device, span: Span, stream: Stream) {
+    pub(super) fn end(&self, device: &Device, spans: &[Span], stream: Stream) {
         if !self.is_wanted() {
             return;
         }
         let mut books = self.books.lock();
-        let other = |(_, _, begun): &(Vec<Span>, Event, Stream)| *begun != stream;
-        if books.open.get(&span).is_none_or(|open| other(open) && !stream.is_none()) {
-            return;
-        }
-        let Some((spans, start, _)) = books.open.remove(&span) else { return };
-        if stream.is_none() {
-            books.free.push(start);
-            return;
-        }
-        match record(device, &mut books.free, stream) {
-            Ok(end) => books.pending.push_back(Pending { spans, stream, start, end }),
-            Err(_) => books.free.push(start),
+        for key in spans.iter().filter_map(Span::first_page) {
+            books.end(device, key, stream);
         }
     }
 
@@ -142,6 +133,23 @@ impl Samples {
 }
 
 impl Books {
+    /// Ends the sample that began with a page, if there is one and it is of this stream.
+    fn end(&mut self, device: &Device, key: PageRef, stream: Stream) {
+        let other = |(_, _, begun): &(Vec<Span>, Event, Stream)| *begun != stream;
+        if self.open.get(&key).is_none_or(|open| other(open) && !stream.is_none()) {
+            return;
+        }
+        let Some((spans, start, _)) = self.open.remove(&key) else { return };
+        if stream.is_none() {
+            self.free.push(start);
+            return;
+        }
+        match record(device, &mut self.free, stream) {
+            Ok(end) => self.pending.push_back(Pending { spans, stream, start, end }),
+            Err(_) => self.free.push(start),
+        }
+    }
+
     /// Tells a trace, if one is on, when the device was at it.
     fn trace(&mut self, device: &Device, entry: &Pending) {
         if !trace::is_on() {

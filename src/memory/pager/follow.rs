@@ -7,9 +7,9 @@
 use std::ops::Range;
 use std::sync::{Arc, Weak};
 
-use super::{Pager, Request};
+use super::{Hold, Pager, Request};
 use crate::memory::vbar::Bar;
-use crate::model::schedule::{BarId, Span};
+use crate::model::schedule::{BarId, Span, join};
 use crate::sync::device::Device;
 use crate::units::Stream;
 
@@ -17,9 +17,9 @@ use crate::units::Stream;
 pub trait Follow: Send + Sync {
     /// A fault for work on `stream` has made these spans resident, all of them together.
     fn faulted(&self, device: &Device, spans: &[Span], stream: Stream);
-    /// The pins of a span were given back by a caller that names `stream`, which is good during the
-    /// call; `Stream::NONE` where it names none.
-    fn unpinned(&self, device: &Device, span: Span, stream: Stream);
+    /// The pins of these spans were given back, all of them together, by a caller that names
+    /// `stream`, which is good during the call; `Stream::NONE` where it names none.
+    fn unpinned(&self, device: &Device, spans: &[Span], stream: Stream);
     /// The VBAR of this number was closed.
     fn closed(&self, bar: u32);
 }
@@ -39,20 +39,32 @@ impl Pager {
     #[cold]
     pub(super) fn tell_fault(&self, requests: &[Request<'_>], stream: Stream) {
         let Some(follower) = self.follower() else { return };
-        let followed = requests.iter().filter(|request| self.is_followed(request.bar));
-        let span = |request: &Request<'_>| span_of(request.bar, &request.pages);
-        let spans: Vec<Span> =
-            followed.filter(|request| !request.pages.is_empty()).map(span).collect();
+        let spans = self.followed(requests.iter().map(|request| (request.bar, &request.pages)));
         if !spans.is_empty() {
             follower.faulted(&self.device, &spans, stream);
         }
     }
 
     #[cold]
-    pub(super) fn tell_unpin(&self, bar: &Bar, pages: &Range<u32>, stream: Stream) {
-        if let Some(follower) = self.follower() {
-            follower.unpinned(&self.device, span_of(bar, pages), stream);
+    pub(super) fn tell_unpins(&self, pins: &[(&Arc<Bar>, &Hold)], stream: Stream) {
+        let Some(follower) = self.follower() else { return };
+        let spans = self.followed(pins.iter().map(|(bar, hold)| (*bar, &hold.pages)));
+        if !spans.is_empty() {
+            follower.unpinned(&self.device, &spans, stream);
         }
+    }
+
+    /// What of some ranges is to be told: joined, so that pages which many of them share are told
+    /// once, at the end of their use as at its beginning.
+    fn followed<'a>(
+        &self,
+        ranges: impl Iterator<Item = (&'a Arc<Bar>, &'a Range<u32>)>,
+    ) -> Vec<Span> {
+        let mut joined = Vec::new();
+        for (bar, pages) in ranges.filter(|(bar, _)| self.is_followed(bar)) {
+            join(Span::new(BarId(bar.id), pages.clone()), &mut joined);
+        }
+        joined
     }
 
     /// The VBAR was closed; told whether it was followed or not.
@@ -67,8 +79,4 @@ impl Pager {
     fn follower(&self) -> Option<Arc<dyn Follow>> {
         self.follower.get().and_then(Weak::upgrade)
     }
-}
-
-fn span_of(bar: &Bar, pages: &Range<u32>) -> Span {
-    Span::new(BarId(bar.id), pages.clone())
 }

@@ -14,6 +14,7 @@ mod follow;
 mod hold;
 mod host;
 mod host_mapped;
+mod many;
 mod marks;
 mod messages;
 mod patience;
@@ -251,21 +252,6 @@ impl Pager {
         })
     }
 
-    /// Makes all ranges resident and pins them, or none of them. The holds come in the order of
-    /// the requests.
-    ///
-    /// # Errors
-    /// As [`Pager::fault`]; `Closed` when one of the VBARs is.
-    pub fn fault_many(
-        &self,
-        requests: &[Request<'_>],
-        stream: Stream,
-    ) -> Result<Faulted<Vec<Hold>>> {
-        let serve = || self.device.check().and_then(|()| self.fault_slowly(requests, stream));
-        let faulted = self.traced(requests, stream, serve);
-        faulted.map_err(|error| self.fault_failed(error, requests))
-    }
-
     /// Pins every page of the range if all are mapped. The flag says whether the stream comes
     /// after all their ready fences already.
     #[inline]
@@ -357,11 +343,23 @@ impl Pager {
         ordered
     }
 
-    /// Lets the hold's stream wait for its pages' ready fences; the CPU where there is no stream or
-    /// it is being captured. Of pages that one stream fills the last one stands for all.
+    /// Lets the hold's stream wait for its pages' ready fences.
     fn order(&self, bar: &Bar, hold: &Hold, capture: CaptureState) -> Result<()> {
+        let pages = bar.table.pages(hold.pages.clone()).map(|(_, page)| page);
+        self.order_pages(pages, hold.stream, hold.slot, capture)
+    }
+
+    /// Lets `stream` wait for pages' ready fences; the CPU where there is no stream or it is being
+    /// captured. Of pages that one stream fills the last one stands for all.
+    fn order_pages<'a>(
+        &self,
+        pages: impl Iterator<Item = &'a Page>,
+        stream: Stream,
+        slot: Option<StreamSlot>,
+        capture: CaptureState,
+    ) -> Result<()> {
         let mut last: Vec<Ticket> = Vec::new();
-        for (_, page) in bar.table.pages(hold.pages.clone()) {
+        for page in pages {
             if !matches!(page.word().state, PageState::Issued | PageState::HostMapped) {
                 continue;
             }
@@ -373,8 +371,7 @@ impl Pager {
                 None => last.push(ready),
             }
         }
-        last.into_iter()
-            .try_for_each(|ready| self.order_after(ready, hold.stream, hold.slot, capture))
+        last.into_iter().try_for_each(|ready| self.order_after(ready, stream, slot, capture))
     }
 
     /// Lets `stream` (or the CPU) wait for one ticket.
@@ -442,16 +439,16 @@ impl Pager {
             let holds = self.pin_all(requests, stream, slot)?;
             drop(protected);
             let Some((mut holds, backing)) = holds else { continue };
-            for (request, hold) in requests.iter().zip(&mut holds) {
-                let done = self.order(request.bar, hold, capture).and_then(|()| {
-                    hold.kept = capture == CaptureState::Active;
-                    if hold.kept { self.keep_for_graph(request.bar, hold) } else { Ok(()) }
-                });
-                if let Err(error) = done {
-                    let all = requests.iter().zip(&holds);
-                    all.for_each(|(request, hold)| self.release_unused(request.bar, hold));
-                    return Err(error);
-                }
+            let done = self.order_all(requests, &holds, capture).and_then(|()| {
+                let kept = capture == CaptureState::Active;
+                requests.iter().zip(&mut holds).try_for_each(|(request, hold)| {
+                    hold.kept = kept;
+                    if kept { self.keep_for_graph(request.bar, hold) } else { Ok(()) }
+                })
+            });
+            if let Err(error) = done {
+                self.release_all_unused(requests, &holds);
+                return Err(error);
             }
             return Ok(self.served(holds, backing));
         }

@@ -28,21 +28,15 @@ impl Pager {
             return self.end_use(bar, hold);
         }
         self.stamp(bar, hold, hold.stream, slot);
-        if !hold.stream.is_none()
-            && let Err(error) = self.cover_stamp(bar, hold, slot)
-        {
-            // The stamps stay uncovered until the stream is used again, or the context is waited
-            // for.
-            log::warn!("no fence was recorded: {}", self.device.note(error));
-        }
+        self.cover_or_warn(std::iter::once((bar, hold)), slot);
         self.end_use(bar, hold)
     }
 
     #[inline(always)]
-    fn end_use(&self, bar: &Bar, hold: &Hold) -> Result<()> {
+    fn end_use(&self, bar: &Arc<Bar>, hold: &Hold) -> Result<()> {
         let dropped = self.drop_pins(bar, hold);
         if self.is_followed(bar) {
-            self.tell_unpin(bar, &hold.pages, hold.stream);
+            self.tell_unpins(&[(bar, hold)], hold.stream);
         }
         dropped
     }
@@ -78,7 +72,7 @@ impl Pager {
     }
 
     #[cold]
-    fn is_capturing(&self, stream: Stream) -> bool {
+    pub(super) fn is_capturing(&self, stream: Stream) -> bool {
         if stream.is_none() {
             return false;
         }
@@ -89,25 +83,50 @@ impl Pager {
         self.device.capture_state(stream).is_ok_and(|state| state == CaptureState::Active)
     }
 
-    /// Records a fence behind a use that was just stamped, if it is time to and possible.
+    /// Covers stamps that were just made, if it is time to and possible. They are of holds of one
+    /// slot, and so of one stream.
     #[inline(always)]
-    fn cover_stamp(&self, bar: &Arc<Bar>, hold: &Hold, slot: StreamSlot) -> Result<()> {
-        let implicit = hold.stream.is_implicit();
+    pub(super) fn cover_or_warn<'a>(
+        &self,
+        pins: impl Iterator<Item = (&'a Arc<Bar>, &'a Hold)> + Clone,
+        slot: StreamSlot,
+    ) {
+        let Some((_, first)) = pins.clone().next() else { return };
+        if !first.stream.is_none()
+            && let Err(error) = self.cover_stamps(pins, first.stream, slot)
+        {
+            // The stamps stay uncovered until the stream is used again, or the context is waited
+            // for.
+            log::warn!("no fence was recorded: {}", self.device.note(error));
+        }
+    }
+
+    #[inline(always)]
+    fn cover_stamps<'a>(
+        &self,
+        mut pins: impl Iterator<Item = (&'a Arc<Bar>, &'a Hold)> + Clone,
+        stream: Stream,
+        slot: StreamSlot,
+    ) -> Result<()> {
+        let implicit = stream.is_implicit();
         let _context = if implicit { Some(self.device.enter_context()?) } else { None };
         // The per-thread default stream is another one on another thread.
-        if implicit && self.device.slot_of(hold.stream)? != Some(slot) {
+        if implicit && self.device.slot_of(stream)? != Some(slot) {
             return Ok(());
         }
-        let capture = self.device.capture_state(hold.stream)?;
+        let capture = self.device.capture_state(stream)?;
         self.device.fences.note_capture(slot, capture != CaptureState::None);
         match capture {
             // Of a closed VBAR this may be the last use for long: nobody waits for another record.
-            CaptureState::None if bar.is_closed() || self.device.fences.is_record_due(slot) => {
+            CaptureState::None
+                if pins.any(|(bar, _)| bar.is_closed())
+                    || self.device.fences.is_record_due(slot) =>
+            {
                 let _scope = self.device.enter()?;
-                self.device.retry(|| self.device.fences.record_in_passing(hold.stream, slot))
+                self.device.retry(|| self.device.fences.record_in_passing(stream, slot))
             }
             // What was faulted before the capture began and used in it.
-            CaptureState::Active if !hold.kept => self.keep_for_graph(bar, hold),
+            CaptureState::Active => self.keep_all_for_graph(pins),
             _ => Ok(()),
         }
     }
@@ -140,7 +159,7 @@ impl Pager {
     }
 
     #[inline]
-    fn stamp(&self, bar: &Bar, hold: &Hold, stream: Stream, mut slot: StreamSlot) {
+    pub(super) fn stamp(&self, bar: &Bar, hold: &Hold, stream: Stream, mut slot: StreamSlot) {
         loop {
             let ticket = self.device.fences.stamp(slot);
             for (_, page) in bar.table.pages(hold.pages.clone()) {
@@ -209,7 +228,7 @@ impl Pager {
     }
 
     #[inline(always)]
-    fn drop_pins(&self, bar: &Bar, hold: &Hold) -> Result<()> {
+    pub(super) fn drop_pins(&self, bar: &Bar, hold: &Hold) -> Result<()> {
         if let Generations::One(generation) = hold.generations {
             let unpinned = bar.table.page(PageIndex(hold.pages.start)).unpin(generation);
             // Asked after the pin has gone: whoever closes the VBAR sees either that or us.
@@ -248,6 +267,19 @@ impl Pager {
         match kept {
             Ok(()) => hold.kept = true,
             Err(_) => self.release_unused(bar, hold),
+        }
+        kept
+    }
+
+    /// Keeps what no graph holds yet; all of it, also where some cannot be kept.
+    #[cold]
+    fn keep_all_for_graph<'a>(
+        &self,
+        pins: impl Iterator<Item = (&'a Arc<Bar>, &'a Hold)>,
+    ) -> Result<()> {
+        let mut kept = Ok(());
+        for (bar, hold) in pins.filter(|(_, hold)| !hold.kept) {
+            kept = kept.and(self.keep_for_graph(bar, hold));
         }
         kept
     }

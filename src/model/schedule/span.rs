@@ -39,6 +39,12 @@ impl Span {
         self.end - self.first
     }
 
+    /// Its first page; an empty span has none.
+    #[must_use]
+    pub fn first_page(&self) -> Option<PageRef> {
+        self.pages().next()
+    }
+
     /// Its pages, by rising index.
     pub fn pages(&self) -> impl Iterator<Item = PageRef> + use<> {
         let bar = self.bar;
@@ -52,16 +58,22 @@ impl Span {
     }
 }
 
-/// The spans without empty ones, each joined to the one before it where that ends in or at it:
-/// tensors that lie side by side, or share a page.
-pub(super) fn join(spans: &[Span], joined: &mut Vec<Span>) {
-    joined.clear();
-    for span in spans.iter().filter(|span| span.page_count() > 0) {
-        match joined.last_mut() {
-            Some(last) if last.bar == span.bar && (last.first..=last.end).contains(&span.first) => {
-                last.end = last.end.max(span.end);
-            }
-            _ => joined.push(*span),
-        }
+/// Adds a span, unless it is empty: joined to the last one where that ends in or at it, as tensors
+/// do that lie side by side or share a page.
+pub fn join(span: Span, joined: &mut Vec<Span>) {
+    if span.page_count() == 0 {
+        return;
     }
+    match joined.last_mut() {
+        Some(last) if last.bar == span.bar && (last.first..=last.end).contains(&span.first) => {
+            last.end = last.end.max(span.end);
+        }
+        _ => joined.push(span),
+    }
+}
+
+/// The spans without empty ones, each joined to the one before it where [`join`] does that.
+pub(super) fn join_all(spans: &[Span], joined: &mut Vec<Span>) {
+    joined.clear();
+    spans.iter().for_each(|span| join(*span, joined));
 }

@@ -38,7 +38,7 @@ TEST(an_offloaded_range_says_why_and_pins_nothing) {
     CHECK_EQ(fault.outcome(), Outcome::offloaded);
     CHECK_EQ(fault.reason(), Reason::too_large);
     CHECK_EQ(fault.needed_bytes(), 8 * PAGE);
-    CHECK(fault.host_mapped() == nullptr);
+    CHECK(!fault.host_mapped());
     CHECK_EQ(std::string(vbar::text(fault.reason())), "too_large");
     CHECK_SAYS(CHECK_THROWS(invalid_argument, fault->address()), "test it first");
     CHECK_THROWS(invalid_argument, fault.take());
@@ -204,6 +204,36 @@ TEST(several_ranges_are_resident_together_or_not_at_all) {
     CHECK_THROWS(invalid_argument, sim.device.fault_many(outside, sim.stream));
     guards.clear();
     CHECK_EQ(one.residency(0, 1)[0].pin_count, 0U);
+}
+
+TEST(guards_of_several_ranges_end_together) {
+    Sim sim(4);
+    const vbar::Bar bar = sim.device.create_bar(4 * PAGE);
+    const std::vector<VbarRange> ranges{bar.range(0, 8), bar.range(8, 8), bar.range(PAGE, 8)};
+    const auto pins = [&] { return bar.residency(0, 1)[0].pin_count; };
+    vbar::Guards kept;
+    CHECK(kept.empty() && kept.unpin() == Status::ok);
+    {
+        auto faults = sim.device.fault_many(ranges, sim.stream);
+        CHECK(faults && pins() == 2);
+        // One that is moved out gives back its own, whenever that is.
+        const vbar::Guard first = std::move(faults[0]);
+        CHECK(!faults[0] && first);
+        CHECK_EQ(faults.guards().unpin(), Status::ok);
+        CHECK_EQ(pins(), 1U);
+        CHECK(faults.size() == 0 && faults.guards().unpin() == Status::ok);
+        kept = std::move(sim.device.fault_many(ranges, sim.stream).guards());
+        CHECK_EQ(pins(), 3U);
+    }
+    CHECK_EQ(pins(), 2U);
+    CHECK(bar.end_of_run(sim.stream, vbar::HeldPins::release) > 0);
+    CHECK_EQ(kept.unpin(), Status::stale_token);
+    CHECK(kept.empty() && pins() == 0);
+    {
+        const auto faults = sim.device.fault_many(ranges, sim.stream);
+        CHECK(faults && pins() == 2);
+    }
+    CHECK_EQ(pins(), 0U);
 }
 
 TEST(an_unpin_names_the_stream_that_used_the_bytes) {
