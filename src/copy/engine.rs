@@ -28,7 +28,7 @@ use crate::sync::device::Device;
 use crate::sync::wait::set_wait_check;
 use crate::units::Stream;
 
-use notes::{Closed, Note, Notes, Taken};
+use notes::{Note, Notes, Taken};
 use runner::Runner;
 use samples::Samples;
 
@@ -37,10 +37,21 @@ pub use runner::EngineNumbers;
 /// The thread's name, as the operating system shows it.
 const NAME: &str = "vbar engine";
 
-/// The engine of one runtime, whether its thread runs or not.
+/// The engine of one runtime, whether it runs or not.
+#[derive(Default)]
 pub struct Engine {
+    running: Mutex<Option<Running>>,
+    /// Of the one that ran last.
+    numbers: Arc<Mutex<EngineNumbers>>,
+}
+
+/// An engine that runs. Whoever takes it out ends it: one that is started meanwhile is another one
+/// and shares nothing with it.
+struct Running {
     work: Arc<Work>,
-    thread: Mutex<Option<ManuallyDrop<JoinHandle<()>>>>,
+    /// `None` where it is driven by hand. Never detached by a drop: a forked child has no such
+    /// thread.
+    thread: Option<ManuallyDrop<JoinHandle<()>>>,
 }
 
 /// What the thread works on.
@@ -49,14 +60,14 @@ struct Work {
     notes: Notes,
     runner: Mutex<Runner>,
     samples: Samples,
-    numbers: Mutex<EngineNumbers>,
+    numbers: Arc<Mutex<EngineNumbers>>,
 }
 
 impl Engine {
-    /// An engine without a thread: it takes no notes.
+    /// An engine that does not run: it takes no notes.
     #[must_use]
     pub fn new() -> Arc<Self> {
-        Arc::new(Self { work: Arc::default(), thread: Mutex::new(None) })
+        Arc::default()
     }
 
     /// Starts the thread, unless it runs.
@@ -64,21 +75,21 @@ impl Engine {
     /// # Errors
     /// `Io` when the operating system gives no thread.
     pub fn start(&self, pager: &Arc<Pager>) -> Result<()> {
-        let mut thread = self.thread.lock();
-        if let Some(ended) = thread.take_if(|handle| handle.is_finished()) {
-            let _ = ManuallyDrop::into_inner(ended).join();
+        let mut running = self.running.lock();
+        let ended =
+            |running: &Running| running.thread.as_ref().is_some_and(|thread| thread.is_finished());
+        if let Some(ended) = running.take_if(|running| ended(running)) {
+            ended.end(pager);
         }
-        if thread.is_some() {
+        if running.is_some() {
             return Ok(());
         }
-        self.work.notes.open();
-        let (work, pager) = (Arc::clone(&self.work), Arc::downgrade(pager));
-        let spawned = process::spawn(NAME, move || run(&pager, &work));
-        let handle = spawned.map_err(|error| {
-            let _ = self.work.notes.close();
-            Error::io(format_args!("the thread '{NAME}'"), &error)
-        })?;
-        *thread = Some(ManuallyDrop::new(handle));
+        let work = self.open();
+        let (for_thread, pager) = (Arc::clone(&work), Arc::downgrade(pager));
+        let spawned = process::spawn(NAME, move || run(&pager, &for_thread));
+        let handle =
+            spawned.map_err(|error| Error::io(format_args!("the thread '{NAME}'"), &error))?;
+        *running = Some(Running { work, thread: Some(ManuallyDrop::new(handle)) });
         Ok(())
     }
 
@@ -89,24 +100,25 @@ impl Engine {
         if process::ending() {
             return;
         }
-        let handle = self.thread.lock().take();
-        if self.work.notes.close() == Closed::Before {
-            return;
+        let running = self.running.lock().take();
+        // With no lock held: what the thread is in the middle of may take its time.
+        if let Some(running) = running {
+            running.end(pager);
         }
-        if let Some(handle) = handle.map(ManuallyDrop::into_inner) {
-            // On the thread itself when what it did dropped the last runtime: it ends after this.
-            let own = handle.thread().id() == std::thread::current().id();
-            if !own && handle.join().is_err() {
-                log::error!("the thread '{NAME}' has panicked");
-            }
-        }
-        self.work.end(pager);
     }
 
     /// Takes notes without a thread: they are worked on by [`Engine::drive`] only. For tests that
     /// say when the engine runs.
     pub fn open_by_hand(&self) {
-        self.work.notes.open();
+        let work = self.open();
+        self.running.lock().get_or_insert(Running { work, thread: None });
+    }
+
+    fn open(&self) -> Arc<Work> {
+        let numbers = Arc::clone(&self.numbers);
+        let work = Arc::new(Work { numbers, ..Work::default() });
+        work.notes.open();
+        work
     }
 
     /// Works on the notes that there are, on the calling thread, until nothing more can be done.
@@ -114,8 +126,9 @@ impl Engine {
     /// # Errors
     /// As [`Pager::fetch`].
     pub fn drive(&self, pager: &Pager) -> Result<()> {
-        while let Some(taken) = self.work.notes.take(Duration::ZERO) {
-            let pause = self.work.step(pager, taken)?;
+        let Some(work) = self.work() else { return Ok(()) };
+        while let Some(taken) = work.notes.take(Duration::ZERO) {
+            let pause = work.step(pager, taken)?;
             if !pause.is_zero() {
                 break;
             }
@@ -125,37 +138,62 @@ impl Engine {
 
     /// The program says in which order it will fault, again and again.
     pub fn hint(&self, order: Vec<Vec<Span>>) {
-        self.work.notes.add(Note::Hint(order));
+        self.note(|| Note::Hint(order));
     }
 
     /// The program will want a span soon, once.
     pub fn prefetch(&self, span: Span) {
-        self.work.notes.add(Note::Prefetch(span));
+        self.note(|| Note::Prefetch(span));
     }
 
     /// What the engine knows and does.
     #[must_use]
     pub fn numbers(&self) -> EngineNumbers {
-        *self.work.numbers.lock()
+        *self.numbers.lock()
+    }
+
+    fn work(&self) -> Option<Arc<Work>> {
+        Some(Arc::clone(&self.running.lock().as_ref()?.work))
+    }
+
+    fn note(&self, note: impl FnOnce() -> Note) {
+        if let Some(work) = self.work() {
+            work.notes.add(note());
+        }
+    }
+}
+
+impl Running {
+    fn end(self, pager: &Pager) {
+        self.work.notes.close();
+        if let Some(handle) = self.thread.map(ManuallyDrop::into_inner) {
+            // On the thread itself when what it did dropped the last runtime: it ends after this.
+            let own = handle.thread().id() == std::thread::current().id();
+            if !own && handle.join().is_err() {
+                log::error!("the thread '{NAME}' has panicked");
+            }
+        }
+        self.work.end(pager);
     }
 }
 
 impl Follow for Engine {
     fn faulted(&self, device: &Device, spans: &[Span], stream: Stream) {
-        if self.work.notes.is_closed() {
-            return;
+        if let Some(work) = self.work() {
+            work.samples.begin(device, spans, stream);
+            work.notes.add(Note::Faulted(spans.to_vec()));
         }
-        self.work.samples.begin(device, spans, stream);
-        self.work.notes.add(Note::Faulted(spans.to_vec()));
     }
 
     fn unpinned(&self, device: &Device, spans: &[Span], stream: Stream) {
-        self.work.samples.end(device, spans, stream);
-        self.work.notes.add_all(spans.iter().map(|span| Note::Unpinned(*span)));
+        if let Some(work) = self.work() {
+            work.samples.end(device, spans, stream);
+            work.notes.add_all(spans.iter().map(|span| Note::Unpinned(*span)));
+        }
     }
 
     fn closed(&self, bar: u32) {
-        self.work.notes.add(Note::Closed(bar));
+        self.note(|| Note::Closed(bar));
     }
 }
 

@@ -560,3 +560,26 @@ fn ends_its_process() {
     std::mem::forget((rig, model));
     std::process::exit(7);
 }
+
+#[test]
+fn threads_that_are_turned_on_and_off_by_many_all_come_to_an_end() {
+    let rig = Rig::new(threaded(16));
+    let model = rig.model("model", 40);
+    std::thread::scope(|scope| {
+        for turn in 0..4u32 {
+            let runtime = &rig.world.runtime;
+            scope.spawn(move || {
+                for round in 0..60 {
+                    let on = (turn + round) % 2 == 0;
+                    runtime.set_threads(if on { Threads::On } else { Threads::Off }).unwrap();
+                }
+            });
+        }
+        rig.check_passes(&model, 6);
+    });
+    rig.world.runtime.set_threads(Threads::Off).unwrap();
+    assert_eq!(rig.world.runtime.threads(), Threads::Off);
+    rig.world.runtime.set_threads(Threads::On).unwrap();
+    rig.check_passes(&model, 3);
+    rig.check_shut(vec![model]);
+}

@@ -7,7 +7,7 @@
 use std::time::Duration;
 
 use crate::model::schedule::Span;
-use crate::sync::{AcqRel, Acquire, AtomicBool, Condvar, Mutex, Release};
+use crate::sync::{Acquire, AtomicBool, Condvar, Mutex, Release};
 
 /// Notes that there is room for.
 const NOTES_MAX: usize = 1 << 16;
@@ -27,15 +27,6 @@ pub(super) enum Note {
     Hint(Vec<Vec<Span>>),
     /// A span that the program will want.
     Prefetch(Span),
-}
-
-/// When notes were closed.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) enum Closed {
-    /// Before the call.
-    Before,
-    /// By it.
-    Now,
 }
 
 /// What was left since the last time.
@@ -66,13 +57,12 @@ impl Notes {
         self.closed.store(false, Release);
     }
 
-    /// Takes no more notes, and wakes the engine up for the last time. Returns what it was.
-    pub(super) fn close(&self) -> Closed {
-        let before = self.closed.swap(true, AcqRel);
+    /// Takes no more notes, and wakes the engine up for the last time.
+    pub(super) fn close(&self) {
+        self.closed.store(true, Release);
         let mut taken = self.taken.lock();
         *taken = Taken::default();
         self.added.notify_all();
-        if before { Closed::Before } else { Closed::Now }
     }
 
     pub(super) fn add(&self, note: Note) {
