@@ -84,7 +84,8 @@ build: $(STAGED)/done
 # The library is built as nothing else: beside the crate's form for Rust it would not be optimised
 # as a whole, which costs a hit a tenth.
 
-$(STAGED)/done: $(shell find src -type f) build.rs Cargo.toml Cargo.lock packaging/archive.sh
+# Asked of cargo each time: the times of a folder that was copied or restored say nothing.
+$(STAGED)/done: FORCE
 	@$(MAKE) --no-print-directory tools
 	cargo build --profile $(PROFILE) --bin vbar
 	cargo rustc --profile $(PROFILE) --lib --crate-type cdylib
@@ -128,3 +129,6 @@ device-bundle: tools
 
 clean-demo:
 	rm -rf demo-data
+
+.PHONY: FORCE
+FORCE:

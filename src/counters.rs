@@ -46,6 +46,15 @@ impl Sharded {
     }
 }
 
+/// Whose thread waited.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Waiter {
+    /// The program's, in a call: this time the program lost.
+    Program = 0,
+    /// The library's own: nobody waited for it.
+    Library = 1,
+}
+
 /// How often and how long, for one kind of wait.
 #[derive(Clone, Copy, Default, PartialEq, Eq, Debug)]
 pub struct WaitCount {
@@ -125,7 +134,7 @@ pub struct Counters {
     /// that failed.
     pub poison_failures: AtomicU64,
     refusals: [AtomicU64; Reason::ALL.len()],
-    waits: [(AtomicU64, AtomicU64); WaitKind::ALL.len()],
+    waits: [[(AtomicU64, AtomicU64); WaitKind::ALL.len()]; 2],
 }
 
 impl Counters {
@@ -135,8 +144,8 @@ impl Counters {
     }
 
     /// Counts a wait and its time.
-    pub fn wait(&self, kind: WaitKind, time: Duration) {
-        let (count, nanos) = &self.waits[kind as usize];
+    pub fn wait(&self, kind: WaitKind, time: Duration, waiter: Waiter) {
+        let (count, nanos) = &self.waits[waiter as usize][kind as usize];
         count.fetch_add(1, Ordering::Relaxed);
         nanos.fetch_add(u64::try_from(time.as_nanos()).unwrap_or(u64::MAX), Ordering::Relaxed);
     }
@@ -149,8 +158,8 @@ impl Counters {
 
     /// Waits of `kind` so far.
     #[must_use]
-    pub fn waits(&self, kind: WaitKind) -> WaitCount {
-        let (count, nanos) = &self.waits[kind as usize];
+    pub fn waits(&self, kind: WaitKind, waiter: Waiter) -> WaitCount {
+        let (count, nanos) = &self.waits[waiter as usize][kind as usize];
         WaitCount {
             count: count.load(Ordering::Relaxed),
             total: Duration::from_nanos(nanos.load(Ordering::Relaxed)),

@@ -126,10 +126,21 @@ pub fn spawn(name: &str, body: impl FnOnce() + Send + 'static) -> std::io::Resul
     if code != 0 {
         return Err(std::io::Error::from_raw_os_error(code));
     }
-    let thread = std::thread::Builder::new().name(name.to_owned()).spawn(body);
+    let thread = std::thread::Builder::new().name(name.to_owned()).spawn(move || {
+        OWN.set(true);
+        body();
+    });
     // SAFETY: the call above succeeded and wrote this thread's mask to `before`.
     unsafe { libc::pthread_sigmask(libc::SIG_SETMASK, before.as_ptr(), std::ptr::null_mut()) };
     thread
+}
+
+thread_local!(static OWN: std::cell::Cell<bool> = const { std::cell::Cell::new(false) });
+
+/// Whether the calling thread is the library's own.
+#[must_use]
+pub fn is_own_thread() -> bool {
+    OWN.get()
 }
 
 fn fork_flag() -> Option<&'static AtomicU8> {

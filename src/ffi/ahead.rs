@@ -13,7 +13,7 @@ use super::model::{self, VbarModel};
 use super::status::VbarStatus;
 use super::value::{byte_range, read_array};
 use crate::error::Result;
-use crate::runtime::Vbar;
+use crate::runtime::{Vbar, check_hint};
 use crate::slots::Ref;
 
 /// Says that bytes of a bound VBAR, from `bar_offset` on, will be wanted soon, once. The device's
@@ -57,7 +57,9 @@ pub unsafe extern "C" fn vbar_device_schedule_hint(
     step_count: usize,
 ) -> VbarStatus {
     call(|| {
+        check_hint(step_count, step_count)?;
         let counts = read_array(range_counts, step_count)?;
+        check_hint(step_count, total_of(counts)?)?;
         let ranges = read_array(ranges, total_of(counts)?)?;
         let entries: Vec<_> =
             ranges.iter().map(|range| bar::find(range.bar)).collect::<Result<_>>()?;
@@ -79,6 +81,7 @@ pub unsafe extern "C" fn vbar_model_schedule_hint(
     count: usize,
 ) -> VbarStatus {
     call(|| {
+        check_hint(count, count)?;
         let indexes = read_array(indexes, count)?;
         let entry = model::find(model)?;
         let number = |index: &u64| entry.tensor(*index).map(|(number, _)| number);

@@ -8,7 +8,24 @@ use std::ops::Range;
 use super::{ModelBar, Runtime, Vbar};
 use crate::copy::engine::EngineNumbers;
 use crate::error::{Error, ErrorCode, Result};
-use crate::model::schedule::{BarId, Span};
+use crate::model::schedule::{BarId, HISTORY_STEPS, Span};
+
+/// Most steps, and most ranges of all steps together, of a hint: what is remembered of an order.
+pub const HINT_RANGES_MAX: usize = HISTORY_STEPS;
+
+/// Whether a hint is of a length that is remembered.
+///
+/// # Errors
+/// `InvalidArgument`.
+pub(crate) fn check_hint(steps: usize, ranges: usize) -> Result<()> {
+    if steps.max(ranges) > HINT_RANGES_MAX {
+        let text = format!(
+            "a hint of {steps} steps with {ranges} ranges: at most {HINT_RANGES_MAX} are remembered"
+        );
+        return Err(Error::new(ErrorCode::InvalidArgument, text));
+    }
+    Ok(())
+}
 
 impl Runtime {
     /// Says in which order the program will fault: each step is what one fault, or one
@@ -18,8 +35,9 @@ impl Runtime {
     ///
     /// # Errors
     /// `InvalidArgument` for a range outside its VBAR, a VBAR that is not bound, or one of another
-    /// runtime; `Closed`.
+    /// runtime, and for more than [`HINT_RANGES_MAX`] ranges; `Closed`.
     pub fn schedule_hint(&self, steps: &[Vec<(&Vbar, Range<u64>)>]) -> Result<()> {
+        check_hint(steps.len(), steps.iter().map(Vec::len).sum())?;
         let mut order = Vec::with_capacity(steps.len());
         for step in steps {
             let spans = step.iter().map(|(vbar, bytes)| self.span_of(vbar, bytes));
@@ -97,6 +115,7 @@ impl ModelBar {
     /// # Panics
     /// For an index that the model does not have.
     pub fn schedule_hint(&self, order: &[usize]) -> Result<()> {
+        check_hint(order.len(), order.len())?;
         let steps: Vec<_> =
             order.iter().map(|tensor| vec![(self.vbar(), self.range(*tensor))]).collect();
         self.vbar().runtime().schedule_hint(&steps)

@@ -31,6 +31,8 @@ use crate::sync::Mutex;
 use crate::sync::device::Device;
 use crate::units::{DeviceOrdinal, PageSize, Stream};
 
+pub use ahead::HINT_RANGES_MAX;
+pub(crate) use ahead::check_hint;
 pub use allocation::{Allocation, AllocationFault, FillGuard};
 pub use bar::{EndOfRun, Fault, Guard, Vbar};
 pub use guards::Guards;

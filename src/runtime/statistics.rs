@@ -2,7 +2,7 @@
 
 use crate::copy::engine::EngineNumbers;
 use crate::copy::fill::LockedBytes;
-use crate::counters::{SourceBytes, WaitCount};
+use crate::counters::{SourceBytes, WaitCount, Waiter};
 use crate::memory::pager::{MemoryNumbers, Pager};
 use crate::outcome::{Reason, WaitKind};
 use crate::sync::Ordering;
@@ -39,8 +39,10 @@ pub struct Statistics {
     pub poison_failures: u64,
     /// Refusals by reason, those with none left out.
     pub refusals: Vec<(Reason, u64)>,
-    /// Waits of the CPU by kind, those with none left out.
+    /// Waits of the program's threads in calls, by kind, those with none left out.
     pub waits: Vec<(WaitKind, WaitCount)>,
+    /// Waits of the library's own threads likewise. `Register` among them stops launches of all.
+    pub library_waits: Vec<(WaitKind, WaitCount)>,
     /// What the streaming engine knows and does now; all 0 without threads.
     pub engine: EngineNumbers,
 }
@@ -50,7 +52,11 @@ impl Statistics {
         let counters = &pager.device.counters;
         let load = |counter: &crate::sync::AtomicU64| counter.load(Ordering::Relaxed);
         let refusals = Reason::ALL.iter().map(|reason| (*reason, counters.refusals(*reason)));
-        let waits = WaitKind::ALL.iter().map(|kind| (*kind, counters.waits(*kind)));
+        let waits = |waiter| {
+            let waits =
+                WaitKind::ALL.iter().map(move |kind| (*kind, counters.waits(*kind, waiter)));
+            waits.filter(|(_, wait)| wait.count > 0).collect()
+        };
         let locked = pager.locked();
         Self {
             memory: pager.numbers(),
@@ -67,7 +73,8 @@ impl Statistics {
             driver_retries: load(&counters.driver_retries),
             poison_failures: load(&counters.poison_failures),
             refusals: refusals.filter(|(_, count)| *count > 0).collect(),
-            waits: waits.filter(|(_, wait)| wait.count > 0).collect(),
+            waits: waits(Waiter::Program),
+            library_waits: waits(Waiter::Library),
             engine,
         }
     }

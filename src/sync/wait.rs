@@ -10,7 +10,7 @@ use std::ops::ControlFlow;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::{Duration, Instant};
 
-use crate::counters::Counters;
+use crate::counters::{Counters, Waiter};
 use crate::error::{Error, ErrorCode, Result};
 use crate::outcome::WaitKind;
 use crate::sync::{AtomicU64, Ordering};
@@ -164,7 +164,10 @@ impl<'a> Wait<'a> {
 
 impl Drop for Wait<'_> {
     fn drop(&mut self) {
-        self.counters.wait(self.kind, self.started.elapsed());
+        self.counters.wait(self.kind, self.started.elapsed(), waiter());
         trace::wait(self.kind.word(), self.started);
     }
+}
+fn waiter() -> Waiter {
+    if crate::process::is_own_thread() { Waiter::Library } else { Waiter::Program }
 }

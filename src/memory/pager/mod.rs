@@ -505,12 +505,16 @@ impl Pager {
                 plan::plan(&mut state, &self.device, requests, usable, standing)?
             };
             match planned {
-                Planned::Ready(protected) => return Ok(Ok(protected)),
+                Planned::Ready(protected) => {
+                    // Found after a wait for whoever had it in hand.
+                    thread::with(|thread| self.device.counters.hits.raise(thread));
+                    return Ok(Ok(protected));
+                }
                 Planned::Act(claims, mut protected) => {
                     let _span = self.span_of_claims(Kind::Claim, begin_ns, &claims);
-                    counters::add(&self.device.counters.misses, 1);
                     match self.act(claims, writer) {
                         Ok(mapped) => {
+                            counters::add(&self.device.counters.misses, 1);
                             protected.extend(mapped);
                             return Ok(Ok(protected));
                         }
