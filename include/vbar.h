@@ -44,6 +44,11 @@
 #define VBAR_HEADROOM_NONE UINT64_MAX
 
 /*
+ No page-locked host memory; 0 is what the system can spare.
+ */
+#define VBAR_HOST_ALLOWANCE_NONE UINT64_MAX
+
+/*
  What a call came to. Numbers are never reused; a caller treats one that it does not know as an
  error.
  */
@@ -594,7 +599,38 @@ typedef uint32_t VbarPoison;
 #endif // __cplusplus
 
 /*
- Why a range is offloaded, or resident in the host's memory. A number that a program does not know is a new reason.
+ Where the bytes of a bound file are read from, when page-locked memory does not hold them.
+ */
+enum VbarPrefer
+#if defined(__cplusplus) || __STDC_VERSION__ >= 202311L
+  : uint32_t
+#endif // defined(__cplusplus) || __STDC_VERSION__ >= 202311L
+ {
+  /*
+   From the page cache what is there, or all of it when the file fits into what the host can
+   spare; else past it.
+   */
+  VBAR_PREFER_AUTO = 0,
+  /*
+   Through the page cache.
+   */
+  VBAR_PREFER_RAM = 1,
+  /*
+   Past the page cache (`O_DIRECT`), where the file system can; else through it.
+   */
+  VBAR_PREFER_DISK = 2,
+};
+#ifndef __cplusplus
+#if __STDC_VERSION__ >= 202311L
+typedef enum VbarPrefer VbarPrefer;
+#else
+typedef uint32_t VbarPrefer;
+#endif // __STDC_VERSION__ >= 202311L
+#endif // __cplusplus
+
+/*
+ Why a range is offloaded, or resident in the host's memory. A number that a program does not
+ know is a new reason.
  */
 enum VbarReason
 #if defined(__cplusplus) || __STDC_VERSION__ >= 202311L
@@ -867,9 +903,16 @@ typedef struct VbarDeviceOptions {
    */
   uint32_t host_mapped;
   /*
-   Zero.
+   A `VbarPrefer`. This and `host_allowance_bytes` are those of the first opening while the
+   device is open.
    */
-  uint32_t reserved;
+  uint32_t prefer;
+  /*
+   Most host memory that may be page-locked, in bytes; 0: what the system can spare, which
+   bounds a number too; `VBAR_HOST_ALLOWANCE_NONE`: none. Without room for one slot between
+   file and device copies are from pageable memory, and slower.
+   */
+  uint64_t host_allowance_bytes;
 } VbarDeviceOptions;
 
 /*
@@ -1428,6 +1471,36 @@ typedef struct VbarStatistics {
    `VbarDeviceOptions::host_mapped`.
    */
   uint64_t host_mapped_bytes;
+  /*
+   Of `locked_bytes`, those of slots between file and device.
+   */
+  uint64_t locked_ring_bytes;
+  /*
+   Of `locked_bytes`, those that hold pages of bound VBARs between fills.
+   */
+  uint64_t locked_cache_bytes;
+  /*
+   Of the bytes that fills took from their sources: copied from page-locked memory that held
+   them from an earlier fill, with nothing read for them. These five only grow; a resident
+   page takes no bytes.
+   */
+  uint64_t source_locked_cache_bytes;
+  /*
+   Copied from registered pages of the page cache.
+   */
+  uint64_t source_registered_bytes;
+  /*
+   Read from the page cache, without waiting for a disk.
+   */
+  uint64_t source_page_cache_bytes;
+  /*
+   Read from the disk.
+   */
+  uint64_t source_disk_bytes;
+  /*
+   Of `source_disk_bytes`, those that went past the page cache (`O_DIRECT`).
+   */
+  uint64_t source_direct_bytes;
 } VbarStatistics;
 
 #ifdef __cplusplus
@@ -1542,6 +1615,17 @@ VbarStatus vbar_device_refresh(struct VbarDevice device);
  `freed_bytes` is NULL or can be written to.
  */
 VbarStatus vbar_device_trim(struct VbarDevice device, uint64_t keep_bytes, uint64_t *freed_bytes);
+
+/*
+ Gives page-locked host memory back until at most `keep_bytes` are held, or what is left is in
+ use or the last slot, and tells the bytes given back; host frames are none of it. Waits for the
+ device.
+ Statuses: the common ones, the driver's. Thread-safe.
+ `freed_bytes` is NULL or can be written to.
+ */
+VbarStatus vbar_device_trim_host(struct VbarDevice device,
+                                 uint64_t keep_bytes,
+                                 uint64_t *freed_bytes);
 
 /*
  Gives host frames back that nobody pins and whose uses are over, and tells their bytes; see

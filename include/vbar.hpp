@@ -489,6 +489,14 @@ public:
         }
         return freed;
     }
+    // Gives page-locked host memory back until at most `keep_bytes` are held; tells the bytes.
+    Result<std::uint64_t> try_trim_host(std::uint64_t keep_bytes) const {
+        std::uint64_t freed = 0;
+        if (const VbarStatus status = vbar_device_trim_host(device_, keep_bytes, &freed)) {
+            return Error(status);
+        }
+        return freed;
+    }
     // Gives host frames back that nobody uses; tells the bytes.
     Result<std::uint64_t> try_trim_host_frames() const {
         std::uint64_t freed = 0;
@@ -542,6 +550,9 @@ public:
     Budget budget() const { return try_budget().value(); }
     void refresh() const { try_refresh().value(); }
     std::uint64_t trim(std::uint64_t keep_bytes) const { return try_trim(keep_bytes).value(); }
+    std::uint64_t trim_host(std::uint64_t keep_bytes) const {
+        return try_trim_host(keep_bytes).value();
+    }
     std::uint64_t trim_host_frames() const { return try_trim_host_frames().value(); }
     Freed free_memory(std::uint64_t bytes) const { return try_free_memory(bytes).value(); }
     void set_wait_timeout(std::chrono::milliseconds timeout) const {
@@ -565,24 +576,7 @@ inline Result<Device> Device::try_open(const DeviceOptions &options) {
     if (options.wait_timeout.count() < 0) {
         return detail::negative_timeout();
     }
-    VbarDeviceOptions raw = detail::sized<VbarDeviceOptions>();
-    raw.driver = options.driver.empty() ? nullptr : options.driver.c_str();
-    raw.ordinal = options.ordinal;
-    raw.threads = static_cast<std::uint32_t>(options.threads);
-    raw.budget_bytes = options.budget_bytes;
-    if (options.headroom_bytes) {
-        // In C 0 asks for the default.
-        const std::uint64_t bytes = *options.headroom_bytes;
-        raw.headroom_bytes = bytes == 0 ? VBAR_HEADROOM_NONE : bytes;
-    }
-    raw.page_bytes = options.page_bytes;
-    raw.context = options.context;
-    raw.eviction = static_cast<std::uint32_t>(options.eviction);
-    raw.context_waits = static_cast<std::uint32_t>(options.context_waits);
-    raw.wait_timeout_ms = static_cast<std::uint64_t>(options.wait_timeout.count());
-    raw.staging_slot_count = options.staging_slot_count;
-    raw.poison = static_cast<std::uint32_t>(options.poison);
-    raw.host_mapped = static_cast<std::uint32_t>(options.host_mapped);
+    const VbarDeviceOptions raw = detail::raw(options);
     VbarDevice device{};
     if (const VbarStatus status = vbar_device_open(&raw, &device)) {
         return Error(status);

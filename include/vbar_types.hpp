@@ -189,6 +189,13 @@ enum class Poison : std::uint32_t { off = VBAR_POISON_OFF, on = VBAR_POISON_ON }
 // What a range comes to that needs more device frames than it can have; `Fault::host_mapped`.
 enum class HostMapped : std::uint32_t { off = VBAR_HOST_MAPPED_OFF, on = VBAR_HOST_MAPPED_ON };
 
+// Where the bytes of a bound file are read from, when page-locked memory does not hold them.
+enum class Prefer : std::uint32_t {
+    automatic = VBAR_PREFER_AUTO,
+    ram = VBAR_PREFER_RAM,
+    disk = VBAR_PREFER_DISK,
+};
+
 enum class HeldPins : std::uint32_t {
     keep = VBAR_HELD_PINS_KEEP,
     release = VBAR_HELD_PINS_RELEASE,
@@ -428,7 +435,41 @@ struct DeviceOptions {
     std::uint32_t staging_slot_count = 0;
     Poison poison = Poison::off;
     HostMapped host_mapped = HostMapped::off;
+    // This and `host_allowance_bytes` are those of the first opening while the device is open.
+    Prefer prefer = Prefer::automatic;
+    // Most host memory that may be page-locked, in bytes; empty: what the system can spare, which
+    // bounds a number too; 0: none, and copies are slower.
+    std::optional<std::uint64_t> host_allowance_bytes;
 };
+
+namespace detail {
+// The same in C's words, where 0 asks for the default. The text is the options' own.
+inline VbarDeviceOptions raw(const DeviceOptions &options) {
+    VbarDeviceOptions raw = detail::sized<VbarDeviceOptions>();
+    raw.driver = options.driver.empty() ? nullptr : options.driver.c_str();
+    raw.ordinal = options.ordinal;
+    raw.threads = static_cast<std::uint32_t>(options.threads);
+    raw.budget_bytes = options.budget_bytes;
+    if (options.headroom_bytes) {
+        const std::uint64_t bytes = *options.headroom_bytes;
+        raw.headroom_bytes = bytes == 0 ? VBAR_HEADROOM_NONE : bytes;
+    }
+    raw.page_bytes = options.page_bytes;
+    raw.context = options.context;
+    raw.eviction = static_cast<std::uint32_t>(options.eviction);
+    raw.context_waits = static_cast<std::uint32_t>(options.context_waits);
+    raw.wait_timeout_ms = static_cast<std::uint64_t>(options.wait_timeout.count());
+    raw.staging_slot_count = options.staging_slot_count;
+    raw.poison = static_cast<std::uint32_t>(options.poison);
+    raw.host_mapped = static_cast<std::uint32_t>(options.host_mapped);
+    raw.prefer = static_cast<std::uint32_t>(options.prefer);
+    if (options.host_allowance_bytes) {
+        const std::uint64_t bytes = *options.host_allowance_bytes;
+        raw.host_allowance_bytes = bytes == 0 ? VBAR_HOST_ALLOWANCE_NONE : bytes;
+    }
+    return raw;
+}
+} // namespace detail
 
 // How much a device may be used for, as it was set, in bytes.
 struct Budget {

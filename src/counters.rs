@@ -94,6 +94,20 @@ pub struct SourceBytes {
     pub direct_bytes: u64,
 }
 
+impl SourceBytes {
+    /// What came after an earlier reading of the same counts.
+    #[must_use]
+    pub fn since(self, before: Self) -> Self {
+        Self {
+            locked_cache_bytes: self.locked_cache_bytes - before.locked_cache_bytes,
+            registered_bytes: self.registered_bytes - before.registered_bytes,
+            page_cache_bytes: self.page_cache_bytes - before.page_cache_bytes,
+            disk_bytes: self.disk_bytes - before.disk_bytes,
+            direct_bytes: self.direct_bytes - before.direct_bytes,
+        }
+    }
+}
+
 impl Sources {
     /// The bytes so far.
     #[must_use]

@@ -27,6 +27,8 @@ ABI_VERSION = 1
 STREAM_NONE = c_size_t(-1).value
 #: A headroom of nothing; 0 is the default.
 HEADROOM_NONE = c_uint64(-1).value
+#: No page-locked host memory; 0 is what the system can spare.
+HOST_ALLOWANCE_NONE = c_uint64(-1).value
 #: Everything, where bytes are asked back.
 ALL_BYTES = c_uint64(-1).value
 
@@ -78,7 +80,8 @@ class DeviceOptions(ctypes.Structure):
         ("staging_slot_count", c_uint32),
         ("poison", c_uint32),
         ("host_mapped", c_uint32),
-        ("reserved", c_uint32),
+        ("prefer", c_uint32),
+        ("host_allowance_bytes", c_uint64),
     ]
 
 
@@ -246,6 +249,13 @@ class Statistics(ctypes.Structure):
         ("engine_kept_page_count", c_uint64),
         ("engine_ahead_step_count", c_uint64),
         ("host_mapped_bytes", c_uint64),
+        ("locked_ring_bytes", c_uint64),
+        ("locked_cache_bytes", c_uint64),
+        ("source_locked_cache_bytes", c_uint64),
+        ("source_registered_bytes", c_uint64),
+        ("source_page_cache_bytes", c_uint64),
+        ("source_disk_bytes", c_uint64),
+        ("source_direct_bytes", c_uint64),
     ]
 
 
@@ -270,6 +280,7 @@ FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "vbar_device_budget": (Status, [Device, POINTER(c_uint64), POINTER(c_uint64)]),
     "vbar_device_refresh": (Status, [Device]),
     "vbar_device_trim": (Status, [Device, c_uint64, POINTER(c_uint64)]),
+    "vbar_device_trim_host": (Status, [Device, c_uint64, POINTER(c_uint64)]),
     "vbar_device_trim_host_frames": (Status, [Device, POINTER(c_uint64)]),
     "vbar_device_free_memory": (Status, [Device, c_uint64, POINTER(Freed)]),
     "vbar_device_cancel_waits": (Status, [Device]),

@@ -21,6 +21,7 @@ from ._values import (
     DeviceInfo,
     Eviction,
     Freed,
+    Prefer,
     Reason,
     Shortfall,
     Statistics,
@@ -60,6 +61,13 @@ class Device(Closeable):
         host_mapped: gives a range that needs more device frames than it can have page-locked host
             memory, which the device reads over the link: its guard is true and has the reason
             ``HOST_MAPPED``.
+        prefer: where the bytes of a bound file are read from, when page-locked memory does not hold
+            them: ``"auto"``, ``"ram"`` (through the page cache), ``"disk"`` (past it), or a
+            :class:`vbar.Prefer`.
+        host_allowance: most host memory that may be page-locked, in bytes or as ``"8G"``; ``None``
+            is what the system can spare, which bounds a number too; 0 is none, and copies are
+            slower. This and ``prefer`` stay those
+            of the first opening while the device is open.
         wait_timeout: longest time that one call waits for anything, in seconds; ``None`` is 30.
         staging_slots: page-locked slots between file and device; ``None`` is 4.
 
@@ -86,6 +94,8 @@ class Device(Closeable):
         context_waits: ContextWaits = ContextWaits.NEVER,
         poison: bool = False,
         host_mapped: bool = False,
+        prefer: Prefer | str = Prefer.AUTO,
+        host_allowance: Size | None = None,
         wait_timeout: float | None = None,
         staging_slots: int | None = None,
     ) -> None:
@@ -103,6 +113,8 @@ class Device(Closeable):
             context_waits=ContextWaits(context_waits),
             poison=_abi.POISON_ON if poison else _abi.POISON_OFF,
             host_mapped=_abi.HOST_MAPPED_ON if host_mapped else _abi.HOST_MAPPED_OFF,
+            prefer=_prefer_option(prefer),
+            host_allowance_bytes=_allowance_option(host_allowance),
             wait_timeout_ms=_time_option(wait_timeout),
             staging_slot_count=_count_option(staging_slots, "staging_slots"),
         )
@@ -242,6 +254,18 @@ class Device(Closeable):
         call(self._lib.vbar_device_trim, self._id, parse_size(keep, "keep"), freed)
         return freed.value
 
+    def trim_host(self, keep: Size = 0) -> int:
+        """Give page-locked host memory back until at most ``keep`` bytes are held.
+
+        What is in use stays, and one slot. Waits for the device; host frames are none of it.
+
+        Returns:
+            The bytes given back.
+        """
+        freed = ctypes.c_uint64()
+        call(self._lib.vbar_device_trim_host, self._id, parse_size(keep, "keep"), freed)
+        return freed.value
+
     def trim_host_frames(self) -> int:
         """Give host frames back that nobody uses.
 
@@ -323,6 +347,20 @@ def _headroom_option(headroom: Size | None) -> int:
     if headroom is None:
         return 0
     return parse_size(headroom, "headroom") or _abi.HEADROOM_NONE
+
+
+def _allowance_option(allowance: Size | None) -> int:
+    if allowance is None:
+        return 0
+    return parse_size(allowance, "host_allowance") or _abi.HOST_ALLOWANCE_NONE
+
+
+def _prefer_option(prefer: Prefer | str) -> Prefer:
+    names = {member.name.lower(): member for member in Prefer}
+    found = names.get(prefer) if isinstance(prefer, str) else prefer
+    if found not in names.values():
+        raise InvalidArgument(f"prefer is {prefer!r}: one of {', '.join(names)} is expected")
+    return Prefer(found)
 
 
 def _threads_option(threads: bool | None) -> int:

@@ -107,6 +107,18 @@ class ContextWaits(enum.IntEnum):
     NEVER = 1
 
 
+class Prefer(enum.IntEnum):
+    """Where the bytes of a bound file are read from, when page-locked memory does not hold them."""
+
+    #: From the page cache what is there, or all of it when the file fits into what the host can
+    #: spare; else past it.
+    AUTO = 0
+    #: Through the page cache.
+    RAM = 1
+    #: Past the page cache (``O_DIRECT``), where the file system can; else through it.
+    DISK = 2
+
+
 @dataclasses.dataclass(frozen=True)
 class DeviceInfo:
     """What a device is."""
@@ -251,3 +263,18 @@ class Statistics:
     engine_kept_page_count: int
     #: Steps that the engine is ahead of the program.
     engine_ahead_step_count: int
+    #: Of ``locked_bytes``, those of slots between file and device.
+    locked_ring_bytes: int
+    #: Of ``locked_bytes``, those that hold pages of bound VBARs between fills.
+    locked_cache_bytes: int
+    #: Of the bytes that fills took from their sources: copied from page-locked memory that held
+    #: them from an earlier fill. These five only grow; a resident page takes no bytes.
+    source_locked_cache_bytes: int
+    #: Copied from registered pages of the page cache.
+    source_registered_bytes: int
+    #: Read from the page cache, without waiting for a disk.
+    source_page_cache_bytes: int
+    #: Read from the disk.
+    source_disk_bytes: int
+    #: Of ``source_disk_bytes``, those that went past the page cache.
+    source_direct_bytes: int

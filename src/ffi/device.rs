@@ -14,7 +14,7 @@ use super::value::{Growing, Out, OutGrowing, Plain, read_growing, read_text};
 use crate::driver::select::{self, Opened, Selection};
 use crate::driver::sim::Sim;
 use crate::error::{Error, ErrorCode, Result};
-use crate::options::{ContextWaits, Eviction, HostMapped, Poison, RuntimeOptions, Threads};
+use crate::options::{ContextWaits, Eviction, HostMapped, Poison, Prefer, RuntimeOptions, Threads};
 use crate::runtime::Runtime;
 use crate::slots::{Handles, Ref, Spread};
 use crate::units::{Context, DeviceOrdinal, PageSize, Stream};
@@ -36,6 +36,9 @@ pub type VbarStream = usize;
 
 /// A headroom of nothing; 0 is the default of 256 MiB.
 pub const VBAR_HEADROOM_NONE: u64 = u64::MAX;
+
+/// No page-locked host memory; 0 is what the system can spare.
+pub const VBAR_HOST_ALLOWANCE_NONE: u64 = u64::MAX;
 
 /// How a frame in use gets to its next page.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -95,6 +98,19 @@ pub enum VbarHostMapped {
     On = 1,
 }
 
+/// Where the bytes of a bound file are read from, when page-locked memory does not hold them.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[repr(u32)]
+pub enum VbarPrefer {
+    /// From the page cache what is there, or all of it when the file fits into what the host can
+    /// spare; else past it.
+    Auto = 0,
+    /// Through the page cache.
+    Ram = 1,
+    /// Past the page cache (`O_DIRECT`), where the file system can; else through it.
+    Disk = 2,
+}
+
 /// How to open a device. Zeros are the defaults: set `size` to its sizeof, then what differs.
 #[derive(Clone, Copy)]
 #[repr(C)]
@@ -134,15 +150,20 @@ pub struct VbarDeviceOptions {
     pub poison: u32,
     /// A `VbarHostMapped`.
     pub host_mapped: u32,
-    /// Zero.
-    pub reserved: u32,
+    /// A `VbarPrefer`. This and `host_allowance_bytes` are those of the first opening while the
+    /// device is open.
+    pub prefer: u32,
+    /// Most host memory that may be page-locked, in bytes; 0: what the system can spare, which
+    /// bounds a number too; `VBAR_HOST_ALLOWANCE_NONE`: none. Without room for one slot between
+    /// file and device copies are from pageable memory, and slower.
+    pub host_allowance_bytes: u64,
 }
 
 // SAFETY: integers and raw pointers; the size first.
 unsafe impl Plain for VbarDeviceOptions {}
 // SAFETY: as above.
 unsafe impl Growing for VbarDeviceOptions {
-    const FIRST_BYTES: usize = std::mem::offset_of!(VbarDeviceOptions, reserved) + size_of::<u32>();
+    const FIRST_BYTES: usize = std::mem::offset_of!(VbarDeviceOptions, prefer) + size_of::<u32>();
 }
 
 /// What a device is.
@@ -250,9 +271,6 @@ fn selection(driver: Option<&str>) -> Result<Selection> {
 
 fn runtime_options(options: &VbarDeviceOptions) -> Result<RuntimeOptions> {
     let defaults = RuntimeOptions::default();
-    if options.reserved != 0 {
-        return Err(invalid("reserved is not zero"));
-    }
     let page_size = match options.page_bytes {
         0 => defaults.page_size,
         bytes => PageSize::new(bytes).ok_or_else(|| {
@@ -262,6 +280,11 @@ fn runtime_options(options: &VbarDeviceOptions) -> Result<RuntimeOptions> {
     let headroom_bytes = match options.headroom_bytes {
         0 => None,
         VBAR_HEADROOM_NONE => Some(0),
+        bytes => Some(bytes),
+    };
+    let host_allowance = match options.host_allowance_bytes {
+        0 => None,
+        VBAR_HOST_ALLOWANCE_NONE => Some(0),
         bytes => Some(bytes),
     };
     let given = |count: u64| (count != 0).then_some(count);
@@ -280,12 +303,9 @@ fn runtime_options(options: &VbarDeviceOptions) -> Result<RuntimeOptions> {
             .map_or(defaults.wait_timeout, Duration::from_millis),
         poison: choice("poison", options.poison, [Poison::Off, Poison::On])?,
         host_mapped: choice("host_mapped", options.host_mapped, [HostMapped::Off, HostMapped::On])?,
-        threads: match options.threads {
-            0 => None,
-            1 => Some(Threads::On),
-            2 => Some(Threads::Off),
-            other => return Err(invalid(format!("threads is {other}: 0 to 2 are expected"))),
-        },
+        prefer: choice("prefer", options.prefer, [Prefer::Auto, Prefer::Ram, Prefer::Disk])?,
+        host_allowance,
+        threads: choice("threads", options.threads, [None, Some(Threads::On), Some(Threads::Off)])?,
         staging_slot_count: match options.staging_slot_count {
             0 => defaults.staging_slot_count,
             count => count as usize,
@@ -294,13 +314,14 @@ fn runtime_options(options: &VbarDeviceOptions) -> Result<RuntimeOptions> {
     })
 }
 
-/// One of two, by number.
-pub(super) fn choice<T>(name: &str, number: u32, [zero, one]: [T; 2]) -> Result<T> {
-    match number {
-        0 => Ok(zero),
-        1 => Ok(one),
-        _ => Err(invalid(format!("{name} is {number}: 0 or 1 is expected"))),
-    }
+/// One of two or three, by number.
+pub(super) fn choice<T, const N: usize>(name: &str, number: u32, all: [T; N]) -> Result<T> {
+    let expected = || match N {
+        2 => "0 or 1 is expected".to_owned(),
+        _ => format!("0 to {} are expected", N - 1),
+    };
+    let chosen = all.into_iter().nth(number as usize);
+    chosen.ok_or_else(|| invalid(format!("{name} is {number}: {}", expected())))
 }
 
 #[cold]
@@ -412,6 +433,26 @@ pub unsafe extern "C" fn vbar_device_trim(
     call(|| {
         let out = Out::new(freed_bytes)?;
         out.write(find(device)?.runtime.trim(keep_bytes)?);
+        Ok(())
+    })
+}
+
+/// Gives page-locked host memory back until at most `keep_bytes` are held, or what is left is in
+/// use or the last slot, and tells the bytes given back; host frames are none of it. Waits for the
+/// device.
+/// Statuses: the common ones, the driver's. Thread-safe.
+///
+/// # Safety
+/// `freed_bytes` is NULL or can be written to.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vbar_device_trim_host(
+    device: VbarDevice,
+    keep_bytes: u64,
+    freed_bytes: *mut u64,
+) -> VbarStatus {
+    call(|| {
+        let out = Out::new(freed_bytes)?;
+        out.write(find(device)?.runtime.trim_host(keep_bytes)?);
         Ok(())
     })
 }

@@ -35,7 +35,8 @@ pub enum VbarOutcome {
     Busy = 4,
 }
 
-/// Why a range is offloaded, or resident in the host's memory. A number that a program does not know is a new reason.
+/// Why a range is offloaded, or resident in the host's memory. A number that a program does not
+/// know is a new reason.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[repr(u32)]
 pub enum VbarReason {

@@ -133,6 +133,22 @@ pub struct VbarStatistics {
     /// Bytes of host frames held, page-locked and in none of the other numbers: see
     /// `VbarDeviceOptions::host_mapped`.
     pub host_mapped_bytes: u64,
+    /// Of `locked_bytes`, those of slots between file and device.
+    pub locked_ring_bytes: u64,
+    /// Of `locked_bytes`, those that hold pages of bound VBARs between fills.
+    pub locked_cache_bytes: u64,
+    /// Of the bytes that fills took from their sources: copied from page-locked memory that held
+    /// them from an earlier fill, with nothing read for them. These five only grow; a resident
+    /// page takes no bytes.
+    pub source_locked_cache_bytes: u64,
+    /// Copied from registered pages of the page cache.
+    pub source_registered_bytes: u64,
+    /// Read from the page cache, without waiting for a disk.
+    pub source_page_cache_bytes: u64,
+    /// Read from the disk.
+    pub source_disk_bytes: u64,
+    /// Of `source_disk_bytes`, those that went past the page cache (`O_DIRECT`).
+    pub source_direct_bytes: u64,
 }
 
 // SAFETY: integers and arrays of them; the size first.
@@ -162,7 +178,7 @@ pub unsafe extern "C" fn vbar_device_statistics(
 
 impl From<Statistics> for VbarStatistics {
     fn from(from: Statistics) -> Self {
-        let (memory, engine) = (from.memory, from.engine);
+        let (memory, engine, sources) = (from.memory, from.engine, from.sources);
         let mut refusal_count = [0; 32];
         for (reason, count) in from.refusals {
             refusal_count[VbarReason::from(reason) as usize] = count;
@@ -206,6 +222,13 @@ impl From<Statistics> for VbarStatistics {
             engine_kept_page_count: engine.kept_pages,
             engine_ahead_step_count: engine.steps_ahead,
             host_mapped_bytes: memory.host_mapped_bytes,
+            locked_ring_bytes: from.locked.ring_bytes,
+            locked_cache_bytes: from.locked.cache_bytes,
+            source_locked_cache_bytes: sources.locked_cache_bytes,
+            source_registered_bytes: sources.registered_bytes,
+            source_page_cache_bytes: sources.page_cache_bytes,
+            source_disk_bytes: sources.disk_bytes,
+            source_direct_bytes: sources.direct_bytes,
         }
     }
 }

@@ -323,7 +323,8 @@ impl Runtime {
     }
 
     /// Gives page-locked host memory back until at most `keep_bytes` are held, or what is left is
-    /// in use; host frames are none of it. Returns the bytes given back. Waits for the device.
+    /// in use or the last slot; host frames are none of it. Returns the bytes given back. Waits for
+    /// the device.
     ///
     /// # Errors
     /// `DeviceLost`, `ProcessEnding`, and what the driver says.

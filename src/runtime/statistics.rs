@@ -85,10 +85,20 @@ impl Statistics {
         self.refusals.iter().find(|(of, _)| *of == reason).map_or(0, |(_, count)| *count)
     }
 
-    /// Waits of one kind.
+    /// Waits of the program's threads of one kind.
     #[must_use]
     pub fn waited(&self, kind: WaitKind) -> WaitCount {
-        let found = self.waits.iter().find(|(of, _)| *of == kind);
-        found.map_or_else(WaitCount::default, |(_, wait)| *wait)
+        find(&self.waits, kind)
     }
+
+    /// Waits of the library's own threads of one kind.
+    #[must_use]
+    pub fn library_waited(&self, kind: WaitKind) -> WaitCount {
+        find(&self.library_waits, kind)
+    }
+}
+
+fn find(waits: &[(WaitKind, WaitCount)], kind: WaitKind) -> WaitCount {
+    let found = waits.iter().find(|(of, _)| *of == kind);
+    found.map_or_else(WaitCount::default, |(_, wait)| *wait)
 }

@@ -197,6 +197,43 @@ static void a_bar_that_was_used_is_not_bound(VbarDevice device) {
     OK(vbar_bar_destroy_wait(bar));
 }
 
+/* Every byte that a fill takes is counted once, by where it came from. */
+static void bytes_are_counted_by_source(uint32_t prefer, uint64_t allowance) {
+    uint64_t page = page_bytes();
+    write_model(path, 2, 2 * page);
+    /* A device of its own. The other one is the same GPU, whose options stay. */
+    if (on_gpu()) return;
+    VbarDeviceOptions options = test_options(8);
+    options.prefer = prefer;
+    options.host_allowance_bytes = allowance;
+    VbarDevice device;
+    OK(vbar_device_open(&options, &device));
+    VbarModel model;
+    OK(vbar_model_open(device, path, &model));
+    for (uint64_t index = 0; index < 2; index++) {
+        VbarFault told;
+        OK(vbar_model_fault(model, index, 0, &told));
+        OK(vbar_token_unpin(told.token, 0));
+    }
+    VbarStatistics now = statistics(device);
+    CHECK(now.filled_bytes >= 4 * page);
+    uint64_t sources = now.source_locked_cache_bytes + now.source_registered_bytes +
+                       now.source_page_cache_bytes + now.source_disk_bytes;
+    CHECK(sources == now.filled_bytes);
+    CHECK(now.source_direct_bytes <= now.source_disk_bytes);
+    CHECK(prefer != VBAR_PREFER_RAM || now.source_direct_bytes == 0);
+    CHECK(now.locked_bytes == now.locked_ring_bytes + now.locked_cache_bytes);
+    CHECK(allowance != VBAR_HOST_ALLOWANCE_NONE || now.locked_bytes == 0);
+    uint64_t freed;
+    OK(vbar_device_trim_host(device, 0, &freed));
+    /* One slot stays, where there are any. */
+    CHECK(freed <= now.locked_bytes && freed >= now.locked_cache_bytes);
+    CHECK(statistics(device).locked_bytes == now.locked_bytes - freed);
+    CHECK(statistics(device).locked_cache_bytes == 0);
+    OK(vbar_model_close(model));
+    OK(vbar_device_close(device));
+}
+
 int main(int count, char **arguments) {
     start();
     CHECK(count == 2);
@@ -210,5 +247,10 @@ int main(int count, char **arguments) {
     odd_offsets_are_bound(device, true);
     a_bar_that_was_used_is_not_bound(device);
     close_device(device);
+    for (uint32_t prefer = VBAR_PREFER_AUTO; prefer <= VBAR_PREFER_DISK; prefer++) {
+        bytes_are_counted_by_source(prefer, 0);
+        bytes_are_counted_by_source(prefer, 64 * page_bytes());
+        bytes_are_counted_by_source(prefer, VBAR_HOST_ALLOWANCE_NONE);
+    }
     return 0;
 }

@@ -96,8 +96,17 @@ CASE(vbar_device_open) {
     VbarDeviceOptions good = test_options(16), options = good;
     VbarDevice device;
     BAD_PLACES(VbarDevice, bad, vbar_device_open(&good, bad));
-    BAD_STRUCTS(VbarDeviceOptions, bad,
-                bad ? vbar_device_open(bad, &device) : vbar_device_open(&good, NULL));
+    FAILS(vbar_device_open(&good, NULL), VBAR_STATUS_INVALID_ARGUMENT, NULL);
+    FAILS(vbar_device_open((void *)((char *)&good + 1), &device), VBAR_STATUS_INVALID_ARGUMENT,
+          NULL);
+    /* It has grown: shorter than it was at first is no size. */
+    const size_t first = offsetof(VbarDeviceOptions, host_allowance_bytes);
+    const size_t sizes[] = {0, 1, sizeof(size_t), first - 1, 65537, SIZE_MAX};
+    for (size_t at = 0; at < COUNT_OF(sizes); at++) {
+        FAILS(vbar_device_open(untouched_struct(sizes[at]), &device),
+              VBAR_STATUS_INVALID_ARGUMENT, "size field");
+        CHECK(is_untouched());
+    }
     DRIVER_FAILS("", VBAR_STATUS_INVALID_ARGUMENT, "no device");
     DRIVER_FAILS("sim:colour=red", VBAR_STATUS_INVALID_ARGUMENT, "colour");
     DRIVER_FAILS("sim:capacity=99999999999999999999G", VBAR_STATUS_INVALID_ARGUMENT, "capacity");
@@ -130,8 +139,22 @@ CASE(vbar_device_open) {
     options.host_mapped = UINT32_MAX;
     OPEN_FAILS(options, VBAR_STATUS_INVALID_ARGUMENT, "host_mapped is 4294967295");
     options = good;
-    options.reserved = 1;
-    OPEN_FAILS(options, VBAR_STATUS_INVALID_ARGUMENT, "reserved is not zero");
+    options.prefer = VBAR_PREFER_DISK + 1;
+    OPEN_FAILS(options, VBAR_STATUS_INVALID_ARGUMENT, "prefer is 3: 0 to 2 are expected");
+    options.prefer = UINT32_MAX;
+    OPEN_FAILS(options, VBAR_STATUS_INVALID_ARGUMENT, "prefer is 4294967295");
+    options = good;
+    /* Any allowance is one; the device is open, so that it stays what it was. */
+    for (size_t at = 0; at < edge_count; at++) {
+        options.host_allowance_bytes = edges[at];
+        OK(vbar_device_open(&options, &device));
+        OK(vbar_device_close(device));
+    }
+    /* A program of before knows no allowance, and none is read. */
+    options.size = first;
+    OK(vbar_device_open(&options, &device));
+    OK(vbar_device_close(device));
+    options = good;
     options = good;
     options.headroom_bytes = UINT64_MAX - 1;
     OPEN_FAILS(options, VBAR_STATUS_INVALID_ARGUMENT, "headroom");
@@ -187,6 +210,16 @@ CASE(vbar_device_trim_host_frames) {
     uint64_t freed = 9;
     OK(vbar_device_trim_host_frames(world.device, &freed));
     CHECK(freed == 0);
+}
+
+CASE(vbar_device_trim_host) {
+    BAD_PLACES(uint64_t, bad, vbar_device_trim_host(world.device, 0, bad));
+    EACH_BAD_ID(DEVICE, VbarDevice, bad, vbar_device_trim_host(bad, 0, untouched()));
+    for (size_t at = 0; at < edge_count; at++) {
+        uint64_t freed, held = statistics(world.device).locked_bytes;
+        OK(vbar_device_trim_host(world.device, edges[at], &freed));
+        CHECK(statistics(world.device).locked_bytes + freed == held);
+    }
 }
 
 CASE(vbar_device_trim) {
@@ -249,6 +282,7 @@ CASE(vbar_device_statistics) {
     BAD_PLACES(VbarStatistics, bad, vbar_device_statistics(world.device, bad));
     /* It has grown: a program of before is told what it knows, and not a byte more. */
     const size_t before = offsetof(VbarStatistics, ahead_page_count);
+    const size_t between = offsetof(VbarStatistics, locked_ring_bytes);
     const size_t sizes[] = {0, 1, sizeof(size_t), before - 1, 65537, SIZE_MAX};
     for (size_t at = 0; at < COUNT_OF(sizes); at++) {
         VbarStatistics *bad = untouched_struct(sizes[at]);
@@ -259,6 +293,10 @@ CASE(vbar_device_statistics) {
     VbarStatistics *old = untouched_struct(before);
     OK(vbar_device_statistics(world.device, old));
     CHECK(old->budget_bytes > 0 && old->ahead_page_count == UINT64_C(0xEEEEEEEEEEEEEEEE));
+    old = untouched_struct(between);
+    OK(vbar_device_statistics(world.device, old));
+    CHECK(old->ahead_page_count != UINT64_C(0xEEEEEEEEEEEEEEEE));
+    CHECK(old->locked_ring_bytes == UINT64_C(0xEEEEEEEEEEEEEEEE));
     EACH_BAD_ID(DEVICE, VbarDevice, bad,
                 vbar_device_statistics(bad, untouched_struct(sizeof(VbarStatistics))));
 }
@@ -284,7 +322,7 @@ const struct Case device_cases[] = {
     ENTRY(vbar_device_info),         ENTRY(vbar_device_set_budget),
     ENTRY(vbar_device_set_headroom), ENTRY(vbar_device_budget),
     ENTRY(vbar_device_refresh),      ENTRY(vbar_device_trim),
-    ENTRY(vbar_device_trim_host_frames),
+    ENTRY(vbar_device_trim_host),    ENTRY(vbar_device_trim_host_frames),
     ENTRY(vbar_device_free_memory),  ENTRY(vbar_device_cancel_waits),
     ENTRY(vbar_device_statistics),   ENTRY(vbar_stream_retire),
     ENTRY(vbar_device_set_wait_timeout), ENTRY(vbar_thread_set_wait_check),

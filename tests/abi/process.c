@@ -60,6 +60,7 @@ static void check_all_refuse(void) {
     ENDING(vbar_device_set_budget(device, 0));
     ENDING(vbar_device_refresh(device));
     ENDING(vbar_device_trim(device, 0, &number));
+    ENDING(vbar_device_trim_host(device, 0, &number));
     ENDING(vbar_device_trim_host_frames(device, &number));
     ENDING(vbar_device_free_memory(device, UINT64_MAX, &freed));
     ENDING(vbar_device_cancel_waits(device));

@@ -63,7 +63,8 @@ static void check_options(void) {
               "older than the program");
         newer.more[at] = 0;
     }
-    static const size_t sizes[] = {0, 1, 8, sizeof(VbarDeviceOptions) - 1, 65537, SIZE_MAX};
+    static const size_t sizes[] = {
+        0, 1, 8, offsetof(VbarDeviceOptions, host_allowance_bytes) - 1, 65537, SIZE_MAX};
     for (size_t at = 0; at < COUNT_OF(sizes); at++) {
         newer.known.size = sizes[at];
         FAILS(vbar_device_open(&newer.known, &device), VBAR_STATUS_INVALID_ARGUMENT,

@@ -138,6 +138,32 @@ fn a_run_fetches_ahead_unless_it_is_told_not_to() {
 }
 
 #[test]
+fn a_run_tells_where_its_bytes_came_from() {
+    const SOURCES: [&str; 4] =
+        ["locked_cache_bytes", "registered_bytes", "page_cache_bytes", "disk_bytes"];
+    let (_folder, path) = model("4M");
+    for prefer in ["auto", "ram", "disk"] {
+        let arguments = ["run", text(&path), "--budget", "2M", "--passes", "3", "--json"];
+        let more = ["--prefer", prefer, "--host-allowance", "0", "--device", SIM];
+        let report = json(0, &[&arguments[..], &more].concat());
+        let passes = report["passes"].as_array().unwrap();
+        for source in SOURCES {
+            let told: u64 = passes.iter().map(|pass| number(&pass["sources"], source)).sum();
+            assert!(told <= number(&report["sources"], source), "{report}");
+        }
+        let all: u64 = SOURCES.iter().map(|of| number(&report["sources"], of)).sum();
+        assert!(all >= 4 << 20, "{report}");
+        assert!(prefer != "ram" || number(&report["sources"], "direct_bytes") == 0, "{report}");
+        let locked = &report["locked"];
+        assert_eq!((number(locked, "ring_bytes"), number(locked, "cache_bytes")), (0, 0));
+    }
+    for wrong in [["--prefer", "fast"], ["--host-allowance", "x"]] {
+        let arguments = [&["run", text(&path)][..], &wrong[..]].concat();
+        assert_eq!(output(&arguments).status.code(), Some(2), "{wrong:?}");
+    }
+}
+
+#[test]
 fn a_wrong_byte_is_a_mismatch() {
     let (folder, path) = model("2M");
     let copy = folder.path().join("copy.safetensors");

@@ -1,6 +1,8 @@
 //! `vbar bench`: figures that programs read, and plots.
 
-use crate::program::{json, lines, output, text};
+use serde_json::Value;
+
+use crate::program::{SIM, json, lines, model, number, output, text};
 
 #[test]
 fn policies_are_computed_the_same_each_time() {
@@ -54,4 +56,103 @@ fn wrong_rates_and_budgets_are_refused() {
         assert_eq!(output(&arguments).status.code(), Some(2), "{wrong:?}");
     }
     assert_eq!(output(&["bench"]).status.code(), Some(2));
+}
+
+/// Small, on a device with small pages.
+const SMALL: &[&str] = &["--bytes", "2M", "--rounds", "2", "--page-size", "64K", "--device", SIM];
+
+#[test]
+fn a_load_stands_beside_its_floors() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("load.svg");
+    let arguments = [&["bench", "load", "--svg", text(&path), "--json"][..], SMALL].concat();
+    let report = json(0, &arguments);
+    assert_eq!((&report["ok"], number(&report, "rounds")), (&Value::Bool(true), 2));
+    assert!(number(&report, "model_bytes") >= 2 << 20 && positive(&report["link_rate"]));
+    let rates = report["read_rates"].as_array().unwrap();
+    let threads: Vec<u64> = rates.iter().map(|rate| number(rate, "threads")).collect();
+    assert_eq!(threads, [1, 4, 8, 16]);
+    let has_direct = report["direct_missing"].is_null();
+    for rate in rates {
+        assert!(positive(&rate["cached"]) && rate["direct"].is_number() == has_direct, "{rate}");
+    }
+    let loads = report["loads"].as_array().unwrap();
+    let ways: Vec<(&str, &str)> = loads
+        .iter()
+        .map(|load| (load["cache"].as_str().unwrap(), load["faults"].as_str().unwrap()))
+        .collect();
+    let expected = [("warm", "model"), ("warm", "tensor"), ("cold", "model"), ("cold", "tensor")];
+    assert_eq!(ways, expected);
+    for load in loads {
+        assert_eq!(load["rounds_ms"].as_array().unwrap().len(), 2);
+        assert!(positive(&load["ms"]) && positive(&load["rate"]), "{load}");
+        let has_floor = load["cache"] == "warm" || has_direct;
+        assert_eq!(load["over_floor"].is_number(), has_floor, "{load}");
+        let sources = ["locked_cache_bytes", "registered_bytes", "page_cache_bytes", "disk_bytes"];
+        let bytes: u64 = sources.iter().map(|of| number(&load["sources"], of)).sum();
+        assert!(bytes >= 2 << 20, "{load}");
+    }
+    assert!(report["notes"].is_array());
+    let svg = std::fs::read_to_string(&path).unwrap();
+    assert_eq!(svg.matches("<polyline").count(), 5);
+}
+
+#[test]
+fn a_stream_stands_beside_its_bounds() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("stream.svg");
+    let arguments = ["bench", "stream", "--budgets", "50,100", "--svg", text(&path), "--json"];
+    let report = json(0, &[&arguments[..], SMALL].concat());
+    assert!(positive(&report["link_rate"]) && positive(&report["compute_ms"]), "{report}");
+    let pages = number(&report, "model_pages");
+    let rows = report["rows"].as_array().unwrap();
+    assert_eq!(rows.len(), 2);
+    for (row, percent) in rows.iter().zip([50, 100]) {
+        assert_eq!(number(row, "budget_percent"), percent);
+        assert_eq!(number(row, "budget_pages"), (pages * percent).div_ceil(100));
+        assert_eq!(number(row, "least_loads"), pages - number(row, "budget_pages"));
+        assert_eq!(row["rounds_ms"].as_array().unwrap().len(), 2);
+        for key in ["pass_ms", "first_pass_ms", "first_over_bound", "over_bound", "over_ideal"] {
+            assert!(positive(&row[key]), "{key} in {row}");
+        }
+        assert!(row["waits"].is_object() && row["sources"].is_object(), "{row}");
+        assert_eq!(number(row, "offloaded"), 0, "{row}");
+    }
+    // With all of it resident nothing comes over the link.
+    let whole = &rows[1];
+    assert_eq!((&whole["loads"], number(whole, "streamed_bytes")), (&Value::from(0.0), 0));
+    assert!(rows[0]["loads"].as_f64().unwrap() > 0.0);
+    let svg = std::fs::read_to_string(&path).unwrap();
+    assert_eq!(svg.matches("<polyline").count(), 4);
+}
+
+#[test]
+fn measurements_of_a_given_model_leave_it_alone() {
+    let (_folder, path) = model("1M");
+    let before = std::fs::read(&path).unwrap();
+    for benchmark in ["load", "stream"] {
+        let arguments = ["bench", benchmark, text(&path), "--rounds", "1", "--page-size", "64K"];
+        let arguments = [&arguments[..], &["--device", SIM, "--prefer", "disk"]].concat();
+        let shown = lines(0, &[&arguments[..], &["--host-allowance", "0"]].concat());
+        assert!(shown.contains("link ") && shown.contains("GB/s"), "{shown}");
+        assert!(std::fs::read(&path).unwrap() == before);
+    }
+    let large = ["bench", "load", "--bytes", "80M", "--rounds", "1", "--device", SIM];
+    let report = json(2, &[&large[..], &["--page-size", "64K", "--json"]].concat());
+    assert!(report["error"].as_str().unwrap().contains("does not fit"), "{report}");
+    for wrong in [&["--rounds", "0"][..], &["--bytes", "1"], &["--bytes", "1M", text(&path)]] {
+        for benchmark in ["load", "stream"] {
+            let arguments = [&["bench", benchmark][..], wrong].concat();
+            assert_eq!(output(&arguments).status.code(), Some(2), "{wrong:?}");
+        }
+    }
+    for wrong in [["--compute-ratio", "-1"], ["--learn", "0"], ["--budgets", "0"]] {
+        let arguments = [&["bench", "stream"][..], &wrong[..]].concat();
+        assert_eq!(output(&arguments).status.code(), Some(2), "{wrong:?}");
+    }
+}
+
+#[track_caller]
+fn positive(value: &Value) -> bool {
+    value.as_f64().unwrap_or_else(|| panic!("{value} is no number")) > 0.0
 }

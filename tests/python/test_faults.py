@@ -543,6 +543,33 @@ class Models(Case):
                 self.assertEqual(device.statistics().host_mapped_bytes, 3 * PAGE)
                 self.assertEqual((device.trim_host_frames(), device.statistics().used_bytes), (0, 0))
 
+    def test_bytes_are_counted_by_source(self):
+        path = self.model_of({"a": ("U8", (3 * PAGE,), pattern(3 * PAGE))})
+        for prefer in ("auto", "ram", vbar.Prefer.DISK):
+            options = {"prefer": prefer, "host_allowance": 0}
+            with open_device(**options) as device, device.open_model(path) as model:
+                with model.fault("a", stream=Sim(device).stream()) as weight:
+                    self.assertTrue(weight)
+                told = device.statistics()
+                sources = told.source_page_cache_bytes + told.source_disk_bytes
+                self.assertEqual(sources, told.filled_bytes)
+                self.assertLessEqual(told.source_direct_bytes, told.source_disk_bytes)
+                self.assertEqual((told.locked_bytes, device.trim_host()), (0, 0))
+        with open_device(host_allowance="64M") as device, device.open_model(path) as model:
+            with model.fault("a", stream=Sim(device).stream()):
+                pass
+            told = device.statistics()
+            self.assertEqual(told.locked_bytes, told.locked_ring_bytes + told.locked_cache_bytes)
+            self.assertGreater(told.locked_ring_bytes, 0)
+            freed = device.trim_host()
+            self.assertGreater(freed, 0)
+            self.assertEqual(device.statistics().locked_bytes, told.locked_bytes - freed)
+        for wrong in ("fast", "", 3, None):
+            with self.assertRaises(vbar.InvalidArgument):
+                open_device(prefer=wrong)
+        with self.assertRaises(vbar.InvalidArgument):
+            open_device(host_allowance=-1)
+
 
 class Debugging(Case):
     def test_a_stale_read_finds_poison(self):

@@ -31,12 +31,14 @@ ENUMS = {
     "VbarWaitKind": vbar.WaitKind,
     "VbarEviction": vbar.Eviction,
     "VbarContextWaits": vbar.ContextWaits,
+    "VbarPrefer": vbar.Prefer,
     "VbarDtype": vbar.Dtype,
 }
 NUMBERS = {
     "VBAR_ABI_VERSION": _abi.ABI_VERSION,
     "VBAR_STREAM_NONE": _abi.STREAM_NONE,
     "VBAR_HEADROOM_NONE": _abi.HEADROOM_NONE,
+    "VBAR_HOST_ALLOWANCE_NONE": _abi.HOST_ALLOWANCE_NONE,
     "VBAR_OUTCOME_RESIDENT": _abi.OUTCOME_RESIDENT,
     "VBAR_OUTCOME_REFILL": _abi.OUTCOME_REFILL,
     "VBAR_OUTCOME_OFFLOADED": _abi.OUTCOME_OFFLOADED,

@@ -2,7 +2,7 @@
 
 use vbar::driver::select::Selection;
 use vbar::model::synth::TOTAL_BYTES_MIN;
-use vbar::options::Threads;
+use vbar::options::{Prefer, Threads};
 use vbar::units::{GIB, KIB, MIB, PageSize, format_bytes, parse_bytes};
 
 /// Bytes of a synthetic model.
@@ -45,6 +45,16 @@ pub(crate) fn threads(text: &str) -> Result<Threads, String> {
         "on" => Ok(Threads::On),
         "off" => Ok(Threads::Off),
         _ => Err(format!("'{text}' is neither on nor off")),
+    }
+}
+
+/// Where model files are read from.
+pub(crate) fn prefer(text: &str) -> Result<Prefer, String> {
+    match text {
+        "auto" => Ok(Prefer::Auto),
+        "ram" => Ok(Prefer::Ram),
+        "disk" => Ok(Prefer::Disk),
+        _ => Err(format!("'{text}' is neither auto, ram nor disk")),
     }
 }
 
@@ -107,6 +117,10 @@ mod tests {
         assert!(probability("1.5").is_err() && probability("x").is_err());
         assert!(probability("nan").is_err());
         assert_eq!((threads("on"), threads("off")), (Ok(Threads::On), Ok(Threads::Off)));
+        assert_eq!([prefer("auto"), prefer("ram"), prefer("disk")], {
+            [Ok(Prefer::Auto), Ok(Prefer::Ram), Ok(Prefer::Disk)]
+        });
+        assert!(prefer("").is_err() && prefer("RAM").is_err());
         assert!(threads("On").is_err() && threads("").is_err());
     }
 }

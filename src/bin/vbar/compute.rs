@@ -37,10 +37,26 @@ impl Compute {
         first_word: u64,
         target: DeviceAddress,
     ) -> Result<()> {
+        let call = KernelCall::Checksum { source, bytes, first_word, delay_nanos: 0, target };
+        self.launch(call, bytes)
+    }
+
+    /// The same from the first word on, after the kernel has waited for some nanoseconds.
+    pub(crate) fn add_late_checksum(
+        &self,
+        source: DeviceAddress,
+        bytes: u64,
+        delay_nanos: u64,
+        target: DeviceAddress,
+    ) -> Result<()> {
+        let call = KernelCall::Checksum { source, bytes, first_word: 0, delay_nanos, target };
+        self.launch(call, bytes)
+    }
+
+    fn launch(&self, call: KernelCall, bytes: u64) -> Result<()> {
         if bytes == 0 {
             return Ok(());
         }
-        let call = KernelCall::Checksum { source, bytes, first_word, delay_nanos: 0, target };
         Ok(self.device().driver.launch_kernel(call, self.stream)?)
     }
 

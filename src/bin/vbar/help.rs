@@ -35,7 +35,7 @@ pub(crate) const ENVIRONMENT: &[(&str, &str)] = &[
     ("VBAR_DRIVER", "what --device auto means, as sim:capacity=8G,seed=7 or cuda:1"),
     ("RUST_LOG", "which messages of the library are shown on standard error, as vbar=debug"),
     ("NO_COLOR", "no colours, when it is set to anything but the empty text"),
-    ("TMPDIR", "where stress keeps its model while it runs; /tmp unless set"),
+    ("TMPDIR", "where stress and bench keep a model while they run; /tmp unless set"),
     (
         "CUDA_VISIBLE_DEVICES",
         "read by the CUDA driver: which devices there are, and in which order",

@@ -15,6 +15,7 @@ mod manual;
 mod models;
 mod output;
 mod run;
+mod sources;
 mod stress;
 mod synth;
 mod trace;

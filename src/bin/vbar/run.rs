@@ -16,8 +16,8 @@ use std::sync::Arc;
 use clap::Args;
 use vbar::driver::select::{self, Opened, Selection};
 use vbar::host::model_files::Model;
-use vbar::options::{HEADROOM_DEFAULT, Threads};
-use vbar::units::{PageSize, format_bytes};
+use vbar::options::{HEADROOM_DEFAULT, Prefer, Threads};
+use vbar::units::{PageSize, format_bytes, parse_bytes};
 use vbar::{ModelBar, Result, Runtime, RuntimeOptions};
 
 use crate::arguments::{self, Budget};
@@ -103,6 +103,13 @@ pub(crate) struct Settings {
     /// Whether the library works on threads of its own, which fetch ahead of need: on or off
     #[arg(long, value_name = "on|off", default_value = "on", value_parser = arguments::threads)]
     threads: Threads,
+    /// Where the file is read from: auto, ram (through the page cache) or disk (past it)
+    #[arg(long, value_name = "auto|ram|disk", default_value = "auto")]
+    #[arg(value_parser = arguments::prefer)]
+    prefer: Prefer,
+    /// Most page-locked host memory, 0 for none [default: what the system can spare]
+    #[arg(long, value_parser = parse_bytes, value_name = "N")]
+    host_allowance: Option<u64>,
 }
 
 /// Runs the command.
@@ -135,6 +142,8 @@ pub(crate) fn carry_out(arguments: &Settings, output: &Output) -> Result<Report>
         headroom_bytes,
         page_size,
         threads: Some(arguments.threads),
+        prefer: arguments.prefer,
+        host_allowance: arguments.host_allowance,
         ..RuntimeOptions::default()
     };
     let runtime = Runtime::open(Arc::clone(&opened.driver), opened.device, options)?;

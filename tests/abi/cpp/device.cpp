@@ -46,6 +46,7 @@ TEST(options_that_mean_nothing_are_refused) {
     refused("eviction", [](Options &it) { it.eviction = static_cast<vbar::Eviction>(9); });
     refused("context_waits", [](Options &it) { it.context_waits = vbar::ContextWaits(9); });
     refused("host_mapped", [](Options &it) { it.host_mapped = static_cast<vbar::HostMapped>(9); });
+    refused("prefer", [](Options &it) { it.prefer = static_cast<vbar::Prefer>(9); });
     refused("poison", [](Options &it) { it.poison = static_cast<vbar::Poison>(9); });
     refused("staging", [](Options &it) { it.staging_slot_count = 1000000; });
 }
@@ -88,6 +89,7 @@ TEST(memory_is_counted_and_given_back) {
     CHECK_EQ(freed.pinned_count, 1U);
     CHECK_EQ(sim.device.statistics().evicted_page_count, 3U);
     CHECK_EQ(sim.device.trim_host_frames(), 0U);
+    CHECK_EQ(sim.device.trim_host(0), 0U);
     CHECK_EQ(sim.device.trim(0), sim.device.statistics().free_bytes);
     CHECK_EQ(sim.device.statistics().used_bytes, PAGE);
 }

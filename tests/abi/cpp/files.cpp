@@ -238,6 +238,27 @@ TEST(a_range_larger_than_the_budget_is_read_from_the_host) {
     CHECK_EQ(device.statistics().host_mapped_bytes, 0U);
 }
 
+TEST(bytes_are_counted_by_source) {
+    Folder folder;
+    const std::string path = folder.write("packed.bin", packed_file());
+    vbar::DeviceOptions options = check::small(16);
+    options.prefer = vbar::Prefer::ram;
+    options.host_allowance_bytes = 0;
+    const vbar::Device device = vbar::Device::open(options);
+    const vbar::sim::Stream stream = vbar::sim::Stream::create(device);
+    const vbar::Bar bar = device.create_bar(6 * PAGE);
+    const VbarBindSource sources[] = {vbar::file_at(path.c_str())};
+    const Packed &tensor = PACKED[0];
+    const VbarBindSegment segments[] = {vbar::segment(0, tensor.file_offset, tensor.bytes)};
+    bar.bind(sources, segments);
+    { CHECK(bar.fault(0, tensor.bytes, stream)); }
+    const vbar::Statistics told = device.statistics();
+    CHECK_EQ(told.source_page_cache_bytes + told.source_disk_bytes, told.filled_bytes);
+    CHECK(told.filled_bytes >= tensor.bytes && told.source_direct_bytes == 0);
+    CHECK(told.locked_bytes == 0 && told.locked_ring_bytes == 0 && told.locked_cache_bytes == 0);
+    CHECK_EQ(device.trim_host(0), 0U);
+}
+
 TEST(binding_fails_by_status) {
     Sim sim;
     Folder folder;

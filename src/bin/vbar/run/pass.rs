@@ -6,6 +6,7 @@
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
+use vbar::counters::SourceBytes;
 use vbar::trace::{self, Kind};
 use vbar::{Fault, ModelBar, Result};
 
@@ -29,6 +30,8 @@ pub(super) struct Counted {
     /// Bytes of the tensors that were resident when they were used.
     pub(super) bytes_resident: u64,
     pub(super) mismatches: u64,
+    /// Where the bytes of fills came from.
+    pub(super) sources: SourceBytes,
 }
 
 impl Counted {
@@ -55,6 +58,7 @@ impl Course<'_> {
     ) -> Result<Counted> {
         let _span = trace::span(Kind::Pass).device(self.compute.device().ordinal);
         let start = Instant::now();
+        let sources_before = self.sources();
         let (filled_before, ahead_before) = (self.filled_bytes(), self.pages_ahead());
         let mut counted = Counted::default();
         let mut round = verifier.map(|verifier| verifier.begin(self.compute)).transpose()?;
@@ -73,6 +77,7 @@ impl Course<'_> {
         }
         counted.bytes_copied += self.filled_bytes() - filled_before;
         counted.pages_ahead = self.pages_ahead() - ahead_before;
+        counted.sources = self.sources().since(sources_before);
         counted.time = start.elapsed();
         Ok(counted)
     }
@@ -130,6 +135,10 @@ impl Course<'_> {
 
     fn pages_ahead(&self) -> u64 {
         self.compute.device().counters.pages_ahead.load(Ordering::Relaxed)
+    }
+
+    fn sources(&self) -> SourceBytes {
+        self.compute.device().counters.sources.bytes()
     }
 
     fn filled_bytes(&self) -> u64 {

@@ -14,6 +14,7 @@ use super::verify::Verifier;
 use crate::arguments::argument_of_bytes;
 use crate::doctor::has_virtual_memory;
 use crate::output::{Output, rate};
+use crate::sources::Sources;
 
 /// A run whose resident part of the bytes used is below one of so many says little.
 const HARDLY_PARTS: u64 = 100;
@@ -29,6 +30,7 @@ pub(super) struct PassReport {
     mismatches: u64,
     hit_rate: f64,
     pages_ahead: u64,
+    sources: Sources,
     #[serde(skip)]
     bytes_resident: u64,
 }
@@ -47,6 +49,13 @@ pub(super) struct BudgetChange {
 struct Wait {
     count: u64,
     ms: f64,
+}
+
+/// Page-locked bytes at the end, by what holds them.
+#[derive(Serialize, Clone, Copy)]
+struct Locked {
+    ring_bytes: u64,
+    cache_bytes: u64,
 }
 
 /// What the engine knew at the end.
@@ -102,6 +111,9 @@ pub(crate) struct Report {
     pages_ahead: u64,
     /// Bytes copied to the device, by the time of all passes.
     copied_bytes_per_second: f64,
+    /// Where the bytes of fills came from.
+    sources: Sources,
+    locked: Locked,
     /// None without threads.
     engine: Option<Engine>,
     /// That the numbers say little, and what to do.
@@ -126,6 +138,7 @@ impl From<Counted> for PassReport {
             mismatches,
             hit_rate,
             pages_ahead,
+            sources: counted.sources.into(),
             bytes_resident,
         }
     }
@@ -181,6 +194,11 @@ impl Report {
             misses,
             pages_ahead: statistics.pages_ahead,
             copied_bytes_per_second: sum(|pass| pass.bytes_copied) as f64 / seconds.max(1e-9),
+            sources: statistics.sources.into(),
+            locked: Locked {
+                ring_bytes: statistics.locked.ring_bytes,
+                cache_bytes: statistics.locked.cache_bytes,
+            },
             engine: engine.map(Engine::from),
             warning,
             statistics,
@@ -213,11 +231,13 @@ impl Report {
         output.labelled(
             "memory",
             format!(
-                "at most {} of the device, {} page-locked",
+                "at most {} of the device, {} page-locked ({} of it a cache)",
                 format_bytes(self.peak_device_bytes),
-                format_bytes(self.peak_locked_bytes)
+                format_bytes(self.peak_locked_bytes),
+                format_bytes(self.locked.cache_bytes)
             ),
         );
+        output.labelled("sources", self.sources.text());
         self.show_statistics(output);
         if let Some(warning) = &self.warning {
             output.labelled("warning", warning);
