@@ -208,7 +208,7 @@ impl Bench<'_> {
                 let ranges: Vec<(&Vbar, _)> =
                     tensors.map(|tensor| (bar.vbar(), bar.range(tensor))).collect();
                 match runtime.fault_many(&ranges, stream)? {
-                    Fault::Resident(all) => guards = all,
+                    Fault::Resident(all) => guards = all.into_vec(),
                     _ => return Err(does_not_fit(&bar)),
                 }
             }
