@@ -25,7 +25,7 @@ int main(int count, char **arguments) {
             printf("%" PRIu64 " bytes at %#" PRIx64 "\n", weight.bytes, weight.address);
             if (vbar_token_unpin(weight.token, stream)) goto failed;
         } else {
-            /* Too large for the budget: use the host's copy. */
+            /* Not resident, and the reason says why: use the host's copy. */
             printf("offloaded: %s\n", vbar_reason_text(weight.reason));
         }
     }

@@ -19,7 +19,7 @@ int main(int count, char **arguments) try {
         // the bytes stay until that work is done, and not longer than they must.
         if (auto weight = model.fault(tensor, stream))
             std::printf("%llu bytes at %p\n", (unsigned long long)weight->bytes(), weight->data());
-        else // Too large for the budget: use the host's copy.
+        else // Not resident, and the reason says why: use the host's copy.
             std::printf("offloaded: %s\n", vbar::text(weight.reason()));
     }
 } catch (const vbar::Error &error) {

@@ -16,5 +16,5 @@ with vbar.Device("auto", budget="4G") as device, device.open_model(sys.argv[1]) 
                 # until that work is done, and not longer than they must.
                 print(f"{name}: {weight.nbytes} bytes at {weight.address:#x}")
             else:
-                # Too large for the budget: use the host's copy.
+                # Not resident, and the reason says why: use the host's copy.
                 print(f"{name}: offloaded, {weight.reason}")

@@ -23,7 +23,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
             Fault::Resident(weight) | Fault::HostMapped(weight) => {
                 println!("{} bytes at {}", weight.bytes(), weight.address());
             }
-            // Too large for the budget: use the host's copy.
+            // Not resident, and the reason says why: use the host's copy.
             Fault::Offloaded(refused) => println!("offloaded: {refused}"),
         }
     }

@@ -65,7 +65,7 @@ pub mod trace;
 pub mod units;
 
 pub use error::{Error, ErrorCode, Result};
-pub use options::RuntimeOptions;
+pub use options::{HostMapped, RuntimeOptions, Threads};
 pub use outcome::{Reason, Refusal, WaitKind};
 pub use runtime::{Allocation, AllocationFault, Fault, Guard, Guards, ModelBar, Runtime, Vbar};
 pub use sync::wait::{WaitCheck, set_wait_check};

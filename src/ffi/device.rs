@@ -59,7 +59,8 @@ pub enum VbarThreads {
     /// "vbar pressure", which notices what other programs take from the device between calls too,
     /// and "vbar engine", which learns the order of faults of bound VBARs that exceed the budget,
     /// decides which of their pages stay, and fetches the others before they are asked for; and
-    /// some that read files for them. A fault that comes first helps itself.
+    /// some that read files for them. A fault that comes first helps itself. What is streamed pass
+    /// after pass is kept in page-locked memory, within `host_allowance_bytes`.
     On = 1,
     /// None: pressure is noticed at the next miss, and every miss waits for its own bytes. Ends
     /// those of a device that is open.

@@ -84,7 +84,10 @@ pub(super) fn policy(arguments: &Arguments, output: &Output) -> Result<Verdict> 
     let reports: Vec<WorkloadReport> =
         workloads.iter().map(|workload| measured(workload, &arguments.budgets)).collect();
     reports.iter().for_each(|report| show(report, &arguments.budgets, output));
-    output.line("belady: no policy loads less; its time is the bound of all");
+    output.line(
+        "pages loaded a pass, and time as a multiple of belady's, which no policy loads less than; \
+         spread is what vbar does",
+    );
     if let Some(path) = &arguments.svg {
         write_plot(path, &reports)?;
         output.line(format!("plot in {}", path.display()));
