@@ -167,7 +167,7 @@ fn a_machine_without_a_gpu_is_told_so() {
             let people = lines(1, &["doctor", "--device", device, "--no-measure"]);
             let last = people.lines().last().unwrap();
             let expected = match device {
-                "auto" => "not fit: no GPU; only the simulated device works",
+                "auto" => "fit: no, there is no GPU; only the simulated device works",
                 _ => "fit: no, for 1 problem",
             };
             assert!(last.starts_with(expected), "{people}");

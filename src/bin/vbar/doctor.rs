@@ -250,7 +250,7 @@ fn conclude(lines: &Lines<'_>, opened: Option<&Opened>, output: &Output) {
     let simulated_only = opened.is_some_and(|opened| opened.missing.is_some());
     output.line(match (lines.count(Level::Problem), simulated_only) {
         (0, _) => format!("fit: yes{notes}"),
-        (_, true) => format!("not fit: no GPU; only the simulated device works{notes}"),
+        (_, true) => format!("fit: no, there is no GPU; only the simulated device works{notes}"),
         (1, false) => format!("fit: no, for 1 problem{notes}"),
         (count, false) => format!("fit: no, for {count} problems{notes}"),
     });
