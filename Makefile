@@ -20,7 +20,7 @@ STAGED  := $(BUILT)/staged
 VERSION := $(shell sed -n 's/^version = "\(.*\)"/\1/p' Cargo.toml | head -n 1)
 ABI     := $(shell sed -n 's/^\#define VBAR_ABI_VERSION //p' include/vbar.h)
 
-.PHONY: help demo test test-install fmt clippy doc bench header wheel device device-bundle tools \
+.PHONY: help demo test test-install test-install-release fmt clippy doc bench header wheel device device-bundle tools \
         build install install-strip uninstall clean-demo
 
 help:
@@ -129,6 +129,10 @@ device-bundle: tools
 
 clean-demo:
 	rm -rf demo-data
+
+# One release build more; what continuous integration leaves out.
+test-install-release:
+	scripts/install-release.sh
 
 .PHONY: FORCE
 FORCE:
