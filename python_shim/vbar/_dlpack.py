@@ -9,6 +9,7 @@ no such end, so the view keeps them, as consumers keep the view.
 from __future__ import annotations
 
 import ctypes
+import math
 import operator
 import threading
 from typing import TYPE_CHECKING, Any, Sequence
@@ -17,6 +18,7 @@ from . import _abi, _library
 from ._call import call_often
 from ._dtypes import Dtype
 from ._errors import GuardReleased, InvalidArgument
+from ._sizes import unsigned
 from ._unshared import Unshared
 
 if TYPE_CHECKING:
@@ -166,16 +168,21 @@ class View(Unshared):
             access=_abi.DLPACK_WRITABLE if self._guard._writable else _abi.DLPACK_READ_ONLY,
         )
         managed = ctypes.c_void_p()
+        destructor = ctypes.cast(library.vbar_dlpack_capsule_destructor, ctypes.c_void_p)
+        # Made first, of nothing: it is the tensor's owner from the moment that it has a destructor.
+        capsule = _python.PyCapsule_New(_names[versioned], _names[versioned], None)
         fault = _fault_again(self._guard, stream)
         try:
             call_often(library.vbar_dlpack_export, fault.token, stream, described, managed)
-            return _capsule(managed, versioned)
+            _python.PyCapsule_SetPointer(capsule, managed)
+            _python.PyCapsule_SetDestructor(capsule, destructor)
+            return capsule
         except BaseException:
-            # Nobody has it: a type that does not go, a signal's handler that raised, no memory.
-            if managed:
-                _delete(managed, versioned)
-            else:
+            # A type that does not go, or a signal's handler that raised, at any of the calls.
+            if not managed:
                 library.vbar_token_unpin(fault.token, stream)
+            elif not _python.PyCapsule_GetDestructor(capsule):
+                _delete(managed, versioned)
             raise
 
 
@@ -199,18 +206,19 @@ def _shape_for(guard: Guard, dtype: Dtype, shape: Sequence[int] | int | None) ->
         if rest:
             raise InvalidArgument(f"{guard.nbytes} bytes are no whole number of {dtype}")
         return (elements,)
-    counts = (shape,) if isinstance(shape, int) else tuple(shape)
-    elements = 1
-    for count in counts:
-        if operator.index(count) < 0:
-            raise InvalidArgument(f"a shape of {list(counts)}: counts are not negative")
-        elements *= count
+    # Python's own numbers from here on: those of other libraries overflow.
+    try:
+        given: Sequence[Any] = (operator.index(shape),)  # type: ignore[arg-type]
+    except TypeError:
+        given = shape  # type: ignore[assignment]
+    counts = tuple(unsigned(count, "a count of the shape") for count in given)
+    elements = math.prod(counts)
     if elements * dtype.bits > guard.nbytes * 8:
         raise InvalidArgument(
             f"{dtype} {list(counts)} needs {(elements * dtype.bits + 7) // 8} bytes, "
             f"the guard has {guard.nbytes}"
         )
-    return tuple(operator.index(count) for count in counts)
+    return counts
 
 
 def _fault_again(guard: Guard, stream: int) -> _abi.Fault:
@@ -251,6 +259,10 @@ def _capsule_library() -> ctypes.CDLL:
         call_often(library.vbar_dlpack_set_capsule_functions, is_valid, get_pointer)
         _python.PyCapsule_New.restype = ctypes.py_object
         _python.PyCapsule_New.argtypes = [ctypes.c_void_p] * 3
+        for setter in (_python.PyCapsule_SetPointer, _python.PyCapsule_SetDestructor):
+            setter.argtypes = [ctypes.py_object, ctypes.c_void_p]
+        _python.PyCapsule_GetDestructor.restype = ctypes.c_void_p
+        _python.PyCapsule_GetDestructor.argtypes = [ctypes.py_object]
         versioned, unversioned = b"dltensor_versioned", b"dltensor"
         _names.update({True: _lasting_text(versioned), False: _lasting_text(unversioned)})
     return library
@@ -269,8 +281,3 @@ def _delete(managed: ctypes.c_void_p, versioned: bool) -> None:
     place = (managed.value or 0) + (16 if versioned else 56)
     deleter = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(ctypes.c_void_p.from_address(place).value)
     deleter(managed)
-
-
-def _capsule(managed: ctypes.c_void_p, versioned: bool) -> Any:
-    destructor = ctypes.cast(_library.load().vbar_dlpack_capsule_destructor, ctypes.c_void_p)
-    return _python.PyCapsule_New(managed, _names[versioned], destructor)
