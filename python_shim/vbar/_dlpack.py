@@ -22,7 +22,7 @@ from ._sizes import unsigned
 from ._unshared import Unshared
 
 if TYPE_CHECKING:
-    from ._guard import Guard
+    from ._guard import Guard, Pins
 
 _DEVICE_CUDA = 2
 _LEGACY_STREAM = 1
@@ -48,7 +48,7 @@ class View(Unshared):
     __slots__ = ("_guard", "_pins", "_lock", "dtype", "shape", "__weakref__")
 
     _guard: Guard
-    _pins: int
+    _pins: Pins | None
     _lock: threading.Lock
     dtype: Dtype
     #: Elements in each dimension, the slowest first.
@@ -60,7 +60,7 @@ class View(Unshared):
     @classmethod
     def _of(cls, guard: Guard, dtype: Any, shape: Sequence[int] | int | None) -> View:
         view = object.__new__(cls)
-        view._pins, view._lock = 0, threading.Lock()
+        view._pins, view._lock = None, threading.Lock()
         view._guard = guard
         view.dtype = _dtype_for(guard, dtype)
         view.shape = _shape_for(guard, view.dtype, shape)
@@ -70,13 +70,6 @@ class View(Unshared):
 
     def __repr__(self) -> str:
         return f"<vbar.View {self.dtype} {list(self.shape)} of {self._guard!r}>"
-
-    def __del__(self) -> None:
-        # Also of an object that was never made whole, and at the interpreter's end.
-        pins = getattr(self, "_pins", 0)
-        if pins:
-            self._pins = 0
-            self._guard._unpin(pins, _lasting(self._guard))
 
     def __dlpack_device__(self) -> tuple[int, int]:
         """DLPack's device type and the ordinal."""
@@ -139,9 +132,12 @@ class View(Unshared):
 
     def _pin(self) -> None:
         with self._lock:
-            if not self._pins:
+            if self._pins is None:
                 self._guard._check_held()
-                self._pins = _fault_again(self._guard, self._guard._stream).token
+                pins = _fault_again(self._guard, self._guard._stream)
+                # For when the view is dropped.
+                pins.stream, pins.stream_owner = _lasting(self._guard), self._guard._stream_owner
+                self._pins = pins
 
     def _stream_for(self, stream: int | None) -> int:
         if stream is None:
@@ -174,13 +170,15 @@ class View(Unshared):
         fault = _fault_again(self._guard, stream)
         try:
             call_often(library.vbar_dlpack_export, fault.token, stream, described, managed)
+            # The tensor has it.
+            fault.token = 0
             _python.PyCapsule_SetPointer(capsule, managed)
             _python.PyCapsule_SetDestructor(capsule, destructor)
             return capsule
         except BaseException:
             # A type that does not go, or a signal's handler that raised, at any of the calls.
             if not managed:
-                library.vbar_token_unpin(fault.token, stream)
+                fault.release()
             elif not _python.PyCapsule_GetDestructor(capsule):
                 _delete(managed, versioned)
             raise
@@ -221,12 +219,11 @@ def _shape_for(guard: Guard, dtype: Dtype, shape: Sequence[int] | int | None) ->
     return counts
 
 
-def _fault_again(guard: Guard, stream: int) -> _abi.Fault:
+def _fault_again(guard: Guard, stream: int) -> Pins:
     """Pins of their own for what a guard holds; not resident only when it was let go meanwhile."""
     fault = guard._fault_again(stream)
     if fault.outcome != _abi.OUTCOME_RESIDENT:
-        if fault.token:
-            guard._unpin(fault.token, stream)
+        fault.release()
         raise GuardReleased("the bytes went, or were declared no good, while they were exported")
     return fault
 
