@@ -13,7 +13,7 @@ from ._call import call
 from ._closeable import Closeable
 from ._device import Device, asked_bytes, c_path, close_once, freed_of
 from ._errors import InvalidArgument
-from ._guard import Busy, Guard, Offloaded, Refill, fault_of
+from ._guard import Busy, Guard, Offloaded, Pins, Refill, fault_of
 from ._sizes import Size, parse_size, unsigned
 from ._streams import Stream, handle_of
 from ._unshared import Unshared
@@ -166,11 +166,11 @@ class Bar(Closeable):
         at, size = unsigned(bar_offset, "bar_offset"), unsigned(nbytes, "nbytes")
         call(self._lib.vbar_bar_prefetch, self._id, at, size)
 
-    def _fault_raw(self, bar_offset: int, nbytes: int, stream: int) -> _abi.Fault:
+    def _fault_raw(self, bar_offset: int, nbytes: int, stream: int) -> Pins:
         return fault_of(self._lib.vbar_bar_fault, self._id, bar_offset, nbytes, stream)
 
     def _guard_of(
-        self, fault: _abi.Fault, bar_offset: int, nbytes: int, stream: int, owner: Any
+        self, fault: Pins, bar_offset: int, nbytes: int, stream: int, owner: Any
     ) -> Guard:
         again = functools.partial(self._fault_raw, bar_offset, nbytes)
         return Guard(self._device, fault, stream, owner, again, writable=not self._bound)
@@ -335,7 +335,7 @@ class Allocation(Unshared):
             return Busy()
         return Offloaded(Reason(fault.reason), fault.bytes)
 
-    def _fault_again(self, stream: int) -> _abi.Fault:
+    def _fault_again(self, stream: int) -> Pins:
         return fault_of(self._lib.vbar_allocation_fault, self._id, stream)
 
     def invalidate(self) -> None:

@@ -9,6 +9,7 @@ no such end, so the view keeps them, as consumers keep the view.
 from __future__ import annotations
 
 import ctypes
+import math
 import operator
 import threading
 from typing import TYPE_CHECKING, Any, Sequence
@@ -17,10 +18,11 @@ from . import _abi, _library
 from ._call import call_often
 from ._dtypes import Dtype
 from ._errors import GuardReleased, InvalidArgument
+from ._sizes import unsigned
 from ._unshared import Unshared
 
 if TYPE_CHECKING:
-    from ._guard import Guard
+    from ._guard import Guard, Pins
 
 _DEVICE_CUDA = 2
 _LEGACY_STREAM = 1
@@ -46,7 +48,7 @@ class View(Unshared):
     __slots__ = ("_guard", "_pins", "_lock", "dtype", "shape", "__weakref__")
 
     _guard: Guard
-    _pins: int
+    _pins: Pins | None
     _lock: threading.Lock
     dtype: Dtype
     #: Elements in each dimension, the slowest first.
@@ -58,7 +60,7 @@ class View(Unshared):
     @classmethod
     def _of(cls, guard: Guard, dtype: Any, shape: Sequence[int] | int | None) -> View:
         view = object.__new__(cls)
-        view._pins, view._lock = 0, threading.Lock()
+        view._pins, view._lock = None, threading.Lock()
         view._guard = guard
         view.dtype = _dtype_for(guard, dtype)
         view.shape = _shape_for(guard, view.dtype, shape)
@@ -68,13 +70,6 @@ class View(Unshared):
 
     def __repr__(self) -> str:
         return f"<vbar.View {self.dtype} {list(self.shape)} of {self._guard!r}>"
-
-    def __del__(self) -> None:
-        # Also of an object that was never made whole, and at the interpreter's end.
-        pins = getattr(self, "_pins", 0)
-        if pins:
-            self._pins = 0
-            self._guard._unpin(pins, _lasting(self._guard))
 
     def __dlpack_device__(self) -> tuple[int, int]:
         """DLPack's device type and the ordinal."""
@@ -137,9 +132,12 @@ class View(Unshared):
 
     def _pin(self) -> None:
         with self._lock:
-            if not self._pins:
+            if self._pins is None:
                 self._guard._check_held()
-                self._pins = _fault_again(self._guard, self._guard._stream).token
+                pins = _fault_again(self._guard, self._guard._stream)
+                # For when the view is dropped.
+                pins.stream, pins.stream_owner = _lasting(self._guard), self._guard._stream_owner
+                self._pins = pins
 
     def _stream_for(self, stream: int | None) -> int:
         if stream is None:
@@ -166,16 +164,23 @@ class View(Unshared):
             access=_abi.DLPACK_WRITABLE if self._guard._writable else _abi.DLPACK_READ_ONLY,
         )
         managed = ctypes.c_void_p()
+        destructor = ctypes.cast(library.vbar_dlpack_capsule_destructor, ctypes.c_void_p)
+        # Made first, of nothing: it is the tensor's owner from the moment that it has a destructor.
+        capsule = _python.PyCapsule_New(_names[versioned], _names[versioned], None)
         fault = _fault_again(self._guard, stream)
         try:
             call_often(library.vbar_dlpack_export, fault.token, stream, described, managed)
-            return _capsule(managed, versioned)
+            # The tensor has it.
+            fault.token = 0
+            _python.PyCapsule_SetPointer(capsule, managed)
+            _python.PyCapsule_SetDestructor(capsule, destructor)
+            return capsule
         except BaseException:
-            # Nobody has it: a type that does not go, a signal's handler that raised, no memory.
-            if managed:
+            # A type that does not go, or a signal's handler that raised, at any of the calls.
+            if not managed:
+                fault.release()
+            elif not _python.PyCapsule_GetDestructor(capsule):
                 _delete(managed, versioned)
-            else:
-                library.vbar_token_unpin(fault.token, stream)
             raise
 
 
@@ -199,26 +204,26 @@ def _shape_for(guard: Guard, dtype: Dtype, shape: Sequence[int] | int | None) ->
         if rest:
             raise InvalidArgument(f"{guard.nbytes} bytes are no whole number of {dtype}")
         return (elements,)
-    counts = (shape,) if isinstance(shape, int) else tuple(shape)
-    elements = 1
-    for count in counts:
-        if operator.index(count) < 0:
-            raise InvalidArgument(f"a shape of {list(counts)}: counts are not negative")
-        elements *= count
+    # Python's own numbers from here on: those of other libraries overflow.
+    try:
+        given: Sequence[Any] = (operator.index(shape),)  # type: ignore[arg-type]
+    except TypeError:
+        given = shape  # type: ignore[assignment]
+    counts = tuple(unsigned(count, "a count of the shape") for count in given)
+    elements = math.prod(counts)
     if elements * dtype.bits > guard.nbytes * 8:
         raise InvalidArgument(
             f"{dtype} {list(counts)} needs {(elements * dtype.bits + 7) // 8} bytes, "
             f"the guard has {guard.nbytes}"
         )
-    return tuple(operator.index(count) for count in counts)
+    return counts
 
 
-def _fault_again(guard: Guard, stream: int) -> _abi.Fault:
+def _fault_again(guard: Guard, stream: int) -> Pins:
     """Pins of their own for what a guard holds; not resident only when it was let go meanwhile."""
     fault = guard._fault_again(stream)
     if fault.outcome != _abi.OUTCOME_RESIDENT:
-        if fault.token:
-            guard._unpin(fault.token, stream)
+        fault.release()
         raise GuardReleased("the bytes went, or were declared no good, while they were exported")
     return fault
 
@@ -251,6 +256,10 @@ def _capsule_library() -> ctypes.CDLL:
         call_often(library.vbar_dlpack_set_capsule_functions, is_valid, get_pointer)
         _python.PyCapsule_New.restype = ctypes.py_object
         _python.PyCapsule_New.argtypes = [ctypes.c_void_p] * 3
+        for setter in (_python.PyCapsule_SetPointer, _python.PyCapsule_SetDestructor):
+            setter.argtypes = [ctypes.py_object, ctypes.c_void_p]
+        _python.PyCapsule_GetDestructor.restype = ctypes.c_void_p
+        _python.PyCapsule_GetDestructor.argtypes = [ctypes.py_object]
         versioned, unversioned = b"dltensor_versioned", b"dltensor"
         _names.update({True: _lasting_text(versioned), False: _lasting_text(unversioned)})
     return library
@@ -269,8 +278,3 @@ def _delete(managed: ctypes.c_void_p, versioned: bool) -> None:
     place = (managed.value or 0) + (16 if versioned else 56)
     deleter = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(ctypes.c_void_p.from_address(place).value)
     deleter(managed)
-
-
-def _capsule(managed: ctypes.c_void_p, versioned: bool) -> Any:
-    destructor = ctypes.cast(_library.load().vbar_dlpack_capsule_destructor, ctypes.c_void_p)
-    return _python.PyCapsule_New(managed, _names[versioned], destructor)

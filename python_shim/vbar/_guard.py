@@ -23,9 +23,38 @@ if TYPE_CHECKING:
     from ._model import Tensor
 
     #: Faults the guarded bytes once more, for a stream handle: its own token for who asks.
-    FaultAgain = Callable[[int], _abi.Fault]
+    FaultAgain = Callable[[int], Pins]
 
 _NotResident = TypeVar("_NotResident", bound="NotResident")
+
+
+class Pins(_abi.Fault):
+    """What a fault came to, and the one owner of its token, from before the call on.
+
+    A handler of a signal may raise right after the call, or anywhere else: whoever is left with
+    this drops it then, and the pins go. To hand them over is to hand this over.
+    """
+
+    #: The stream of the work that uses the pins, and what keeps it alive.
+    stream: int
+    stream_owner: Any = None
+    #: Gives the token back; ``None`` while somebody else owns it.
+    unpin: Callable[[int, int], int] | None
+
+    def __init__(self, stream: int, unpin: Callable[[int, int], int] | None) -> None:
+        self.stream, self.unpin = stream, unpin
+
+    def release(self) -> None:
+        """Give the token back if there is one, and say nothing."""
+        token = self.token
+        if token and self.unpin is not None:
+            # Only then is it gone: a second time is refused, and harmless.
+            self.unpin(token, self.stream)
+            self.token = 0
+
+    # Also of an object that was never made whole, and at the interpreter's end: `unpin` is there
+    # whenever a token is.
+    __del__ = release
 
 
 class Guard(Unshared):
@@ -36,7 +65,7 @@ class Guard(Unshared):
     """
 
     __slots__ = (
-        "_token",
+        "_pins",
         "_unpin",
         "_stream",
         "_stream_owner",
@@ -67,19 +96,19 @@ class Guard(Unshared):
     def __init__(
         self,
         device: Device,
-        fault: _abi.Fault,
+        fault: Pins,
         stream: int,
         stream_owner: Any,
         again: FaultAgain,
         tensor: Tensor | None = None,
         writable: bool = False,
     ) -> None:
-        self._token: int = fault.token
+        self._pins: Pins | None = fault
         self._unpin = device._lib.vbar_token_unpin
         self._device = device
         self._stream = stream
         # A stream that its library destroys when it is dropped lives for as long as the guard.
-        self._stream_owner = stream_owner
+        self._stream_owner = fault.stream_owner = stream_owner
         self._again = again
         self._writable = writable
         self.address = fault.address
@@ -101,19 +130,26 @@ class Guard(Unshared):
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        token, self._token = self._token, 0
-        if token and kind is None:
-            call_often(self._unpin, token, self._stream)
-        elif token:
+        # Once, and this frame's from here on.
+        pins, self._pins = self._pins, None
+        if pins is None:
+            return
+        if kind is not None or not pins.token:
             # What the block raised says more.
-            self._unpin(token, self._stream)
+            pins.release()
+            return
+        try:
+            call_often(self._unpin, pins.token, self._stream)
+        except BaseException:
+            # It may not have come to the call.
+            pins.release()
+            raise
+        pins.token = 0
 
-    def __del__(self) -> None:
-        # Also of an object that was never made whole, and at the interpreter's end.
-        token = getattr(self, "_token", 0)
-        if token:
-            self._token = 0
-            self._unpin(token, self._stream)
+    @property
+    def _token(self) -> int:
+        pins = self._pins
+        return 0 if pins is None else pins.token
 
     def __repr__(self) -> str:
         held = "pinned" if self._token else "released"
@@ -165,7 +201,7 @@ class Guard(Unshared):
         self._check_held()
         return View._of(self, dtype, shape)
 
-    def _fault_again(self, stream: int) -> _abi.Fault:
+    def _fault_again(self, stream: int) -> Pins:
         return self._again(stream)
 
     def _check_held(self) -> None:
@@ -187,7 +223,7 @@ class Refill(Guard):
     def __init__(
         self,
         device: Device,
-        fault: _abi.Fault,
+        fault: Pins,
         stream: int,
         stream_owner: Any,
         again: FaultAgain,
@@ -219,7 +255,7 @@ class Refill(Guard):
         call_often(self._device._lib.vbar_token_commit, self._token, handle)
         self.is_committed, self._writable = True, False
 
-    def _fault_again(self, stream: int) -> _abi.Fault:
+    def _fault_again(self, stream: int) -> Pins:
         # Until the commit the allocation is busy, as far as others are concerned.
         return self._again(stream) if self.is_committed else self._again_raw(stream)
 
@@ -269,20 +305,20 @@ class Busy(NotResident):
         return "<vbar.Busy>"
 
 
-def fault_of(function: Callable[..., int], *arguments: Any) -> _abi.Fault:
-    """Calls a function of the library that faults; its last argument is the result."""
-    fault = _abi.Fault()
-    # As `call_often` does it: this is the one call that a layer makes all the time.
-    if _interrupt.unarmed:
-        _interrupt.arm()
-    status = function(*arguments, fault)
-    if status or _interrupt.stash:
-        try:
+def fault_of(function: Callable[..., int], *arguments: Any) -> Pins:
+    """Calls a function of the library that faults; its last arguments are stream and result."""
+    pins = Pins(arguments[-1], _library.load().vbar_token_unpin)
+    try:
+        # As `call_often` does it: this is the one call that a layer makes all the time.
+        if _interrupt.unarmed:
+            _interrupt.arm()
+        status = function(*arguments, pins)
+        if status or _interrupt.stash:
             raise_failure(status)
-        except BaseException:
-            # A handler of a signal may have raised although the fault was good.
-            if fault.token:
-                _library.load().vbar_token_unpin(fault.token, arguments[-1])
-            raise
-    _log.deliver_if_due()
-    return fault
+        _log.deliver_if_due()
+    except BaseException:
+        # A handler of a signal may have raised although the fault was good. Not at some later time:
+        # what was raised has this frame.
+        pins.release()
+        raise
+    return pins

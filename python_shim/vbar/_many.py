@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Iterable, Iterator, Literal, Sequence, Tu
 
 from . import _abi
 from ._call import call_often
-from ._guard import Guard, Offloaded
+from ._guard import Guard, Offloaded, Pins
 from ._sizes import unsigned
 from ._unshared import Unshared
 from ._values import Reason
@@ -68,6 +68,58 @@ class Ranges(Unshared, Sequence["RangeTuple"]):
         return f"<vbar.Ranges: {len(self)}>"
 
 
+class _Tokens:
+    """The outputs of one call and the owner of the tokens there, from before the call on.
+
+    As :class:`vbar._guard.Pins`: who has this drops it, and the pins go.
+    """
+
+    __slots__ = ("unpin", "handle", "stream", "faults", "words", "is_whole", "array_type")
+
+    def __init__(self, device: Device, ranges: Ranges, handle: int, stream: Any) -> None:
+        self.unpin = device._lib.vbar_tokens_unpin
+        # The stream itself lives for as long.
+        self.handle, self.stream = handle, stream
+        #: Whether no token has gone to a guard.
+        self.is_whole = True
+        self.array_type = ranges._tokens_type
+        # One zeroed buffer, as the library writes it and as numbers.
+        buffer = bytearray(ctypes.sizeof(ranges._faults_type))
+        self.faults: Any = ranges._faults_type.from_buffer(buffer) if buffer else ()
+        #: None of no ranges.
+        self.words = memoryview(buffer).cast("Q") if buffer else None
+
+    def told(self, made: Sequence[Pins] = ()) -> ctypes.Array[_abi.Token] | None:
+        """All tokens, as the library reads them; also those of the guards that were made."""
+        if self.words is None:
+            return None
+        own = self.words[_TOKEN::_WORDS]
+        if self.is_whole:
+            # All of them are there, or none.
+            return self.array_type.from_buffer_copy(own.tobytes()) if own[0] else None
+        # Each once: a guard that is being made has its token before it is cleared here.
+        tokens = array("Q", dict.fromkeys(filter(None, [*own, *(pins.token for pins in made)])))
+        return (_abi.Token * len(tokens)).from_buffer_copy(tokens) if tokens else None
+
+    def clear(self, made: Sequence[Pins] = ()) -> None:
+        """They were given back."""
+        for pins in made:
+            pins.token = 0
+        self.words = None
+
+    def release(self, made: Sequence[Pins] = ()) -> None:
+        """Give them back, and say nothing."""
+        tokens = self.told(made)
+        if tokens is not None:
+            self.unpin(tokens, len(tokens), self.handle)
+        self.clear(made)
+
+    def __del__(self) -> None:
+        # Also of an object that was never made whole.
+        if getattr(self, "words", None) is not None:
+            self.release()
+
+
 class Guards(Unshared, Sequence[Guard]):
     """The guards of :meth:`vbar.Device.fault_many`, in the order of its ranges.
 
@@ -75,17 +127,17 @@ class Guards(Unshared, Sequence[Guard]):
     this is dropped; a guard that somebody has taken out and kept lives on then.
     """
 
-    __slots__ = ("_unpin", "_ranges", "_handle", "_stream", "_faults", "_words", "_made")
+    __slots__ = ("_unpin", "_ranges", "_handle", "_stream", "_faults", "_tokens", "_made")
 
     def __init__(self, device: Device, ranges: Ranges, handle: int, stream: Any) -> None:
-        self._unpin = device._lib.vbar_tokens_unpin
+        self._unpin = device._lib.vbar_token_unpin
         self._ranges, self._handle, self._stream = ranges, handle, stream
         #: By index, those that somebody has looked at: each has its own token from then on.
         self._made: dict[int, Guard] = {}
-        # One zeroed buffer, as the library writes it and as numbers; no numbers: no tokens.
-        buffer = bytearray(ctypes.sizeof(ranges._faults_type))
-        self._faults: Any = ranges._faults_type.from_buffer(buffer) if buffer else ()
-        self._words = memoryview(buffer).cast("Q") if buffer else None
+        tokens = _Tokens(device, ranges, handle, stream)
+        self._faults = tokens.faults
+        #: ``None`` when all pins were given back.
+        self._tokens: _Tokens | None = tokens
 
     @classmethod
     def _fault(cls, device: Device, ranges: Ranges, handle: int, stream: Any) -> Guards | Offloaded:
@@ -134,18 +186,24 @@ class Guards(Unshared, Sequence[Guard]):
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        # Once, and this frame's from here on.
+        tokens, self._tokens = self._tokens, None
+        if tokens is None:
+            return
+        made = self._take_made()
         if kind is not None:
             # What the block raised says more.
-            self._give_back()
+            tokens.release(made)
             return
-        tokens = self._take_tokens(self._take_made())
-        if tokens is not None:
-            call_often(self._unpin, tokens, len(tokens), self._handle)
-
-    def __del__(self) -> None:
-        # Also of an object that was never made whole, and at the interpreter's end.
-        if getattr(self, "_words", None) is not None:
-            self._release(())
+        told = tokens.told(made)
+        if told is not None:
+            try:
+                call_often(tokens.unpin, told, len(told), self._handle)
+            except BaseException:
+                # It may not have come to the call.
+                tokens.release(made)
+                raise
+        tokens.clear(made)
 
     def close(self) -> None:
         """Give all pins back. A second time does nothing.
@@ -159,41 +217,30 @@ class Guards(Unshared, Sequence[Guard]):
         guard = self._made.get(index)
         if guard is None:
             bar, at, size = self._ranges[index]
-            guard = bar._guard_of(self._faults[index], at, size, self._handle, self._stream)
+            # With the token of these guards, which it does not own yet.
+            pins = Pins(self._handle, None)
+            ctypes.memmove(ctypes.byref(pins), ctypes.byref(self._faults[index]), _WORDS * 8)
+            guard = bar._guard_of(pins, at, size, self._handle, self._stream)
             known = self._made.setdefault(index, guard)
-            if self._words is None or known is not guard:
-                # All pins were given back, or another thread was quicker.
-                guard._token = 0
+            tokens = self._tokens
+            words = None if tokens is None else tokens.words
+            if known is guard and tokens is not None and words is not None:
+                pins.unpin, tokens.is_whole = self._unpin, False
+                words[index * _WORDS + _TOKEN] = 0
             else:
-                self._words[index * _WORDS + _TOKEN] = 0
+                # All pins were given back, or another thread was quicker.
+                pins.token = 0
             guard = known
         return guard
 
-    def _take_made(self) -> list[int]:
-        """The tokens of the guards that were made, which have none any more."""
-        tokens = []
+    def _take_made(self) -> list[Pins]:
+        """The pins of the guards that were made, which have none any more."""
+        taken: list[Pins] = []
         for guard in list(self._made.values()):
-            token, guard._token = guard._token, 0
-            if token:
-                tokens.append(token)
-        return tokens
-
-    def _take_tokens(self, made: Sequence[int]) -> ctypes.Array[_abi.Token] | None:
-        """All tokens, once, as the library reads them."""
-        words, self._words = self._words, None
-        if words is None:
-            return None
-        own = words[_TOKEN::_WORDS]
-        if not self._made:
-            # All of them are there, or none.
-            return self._ranges._tokens_type.from_buffer_copy(own.tobytes()) if own[0] else None
-        tokens = array("Q", [*filter(None, own), *made])
-        return (_abi.Token * len(tokens)).from_buffer_copy(tokens) if tokens else None
-
-    def _release(self, made: Sequence[int]) -> None:
-        tokens = self._take_tokens(made)
-        if tokens is not None:
-            self._unpin(tokens, len(tokens), self._handle)
+            pins, guard._pins = guard._pins, None
+            if pins is not None and pins.token:
+                taken.append(pins)
+        return taken
 
     def _give_back(self) -> None:
-        self._release(self._take_made())
+        self.__exit__(BaseException, None, None)

@@ -15,7 +15,7 @@ from ._call import call, text_of
 from ._closeable import Closeable
 from ._device import Device, c_path, c_text, close_once
 from ._dtypes import Dtype
-from ._guard import Guard, Offloaded, fault_of
+from ._guard import Guard, Offloaded, Pins, fault_of
 from ._streams import Stream, handle_of
 from ._values import Reason
 
@@ -127,7 +127,7 @@ class Model(Closeable, Mapping[str, Tensor]):
         again = functools.partial(self._fault_raw, index)
         return Guard(self._device, fault, handle, stream, again, self._tensors[index])
 
-    def _fault_raw(self, index: int, stream: int) -> _abi.Fault:
+    def _fault_raw(self, index: int, stream: int) -> Pins:
         return fault_of(self._lib.vbar_model_fault, self._id, index, stream)
 
     def prefetch(self, name: str) -> None:

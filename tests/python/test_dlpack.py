@@ -2,6 +2,7 @@
 
 import ctypes
 import gc
+import itertools
 import threading
 import unittest
 from unittest import mock
@@ -9,7 +10,7 @@ from unittest import mock
 import vbar
 from consumer import Consumed
 from support import PAGE, Case, Sim, check_program, open_device, pattern
-from vbar import _abi
+from vbar import _abi, _dlpack
 
 #: Code, bits and lanes of dlpack.h.
 TYPES = {
@@ -112,14 +113,82 @@ class Exports(WithModel):
             self.assertEqual(Consumed(weight.view("u8").__dlpack__()).shape, (24,))
 
     def test_an_export_that_nobody_gets_leaves_no_pin(self):
+        # As a signal's handler does it that raises right after a call was done, or before it.
+        library, python = vbar.load(), _dlpack._python
+        calls = [(python, f"PyCapsule_{name}") for name in ("New", "SetPointer", "SetDestructor")]
+        calls.append((library, "vbar_dlpack_export"))
         with self.model.fault("F32") as weight:
+            weight.view().__dlpack__()
             before = pins(self.model.bar)
-            for version in (None, (1, 1)):
-                with mock.patch("vbar._dlpack._capsule", side_effect=MemoryError):
-                    with self.assertRaises(MemoryError):
-                        weight.view().__dlpack__(max_version=version)
-                self.assertEqual(pins(self.model.bar), before)
+            for (owner, name), done in itertools.product(calls, (False, True)):
+                function = getattr(owner, name)
+
+                def interrupted(*arguments, function=function, done=done):
+                    if done:
+                        function(*arguments)
+                    raise KeyboardInterrupt
+
+                for version in (None, (1, 1)):
+                    with self.subTest(name, done=done), mock.patch.object(owner, name, interrupted):
+                        with self.assertRaises(KeyboardInterrupt):
+                            weight.view().__dlpack__(max_version=version)
+                    gc.collect()
+                    self.assertEqual(pins(self.model.bar), before, name)
         self.assertEqual(self.sim.violations(), 0)
+
+    def test_an_export_ends_well_wherever_a_handler_raises(self):
+        check_program(
+            self,
+            """
+            import random, signal, sys, time, vbar
+            from vbar import _dlpack
+            device = vbar.Device("sim", headroom=0, threads=False)
+            bar = device.create_bar(1)
+            guard = bar.fault(0, 64)
+            view = guard.view("U8")
+            class Stop(Exception):
+                pass
+            def handler(number, frame):
+                raise Stop
+            sys.unraisablehook = lambda raised: None
+            def once():
+                try:
+                    # Again, for one that a finalizer swallows.
+                    signal.setitimer(signal.ITIMER_REAL, random.uniform(1e-6, 2e-4), 0.02)
+                    while True:
+                        view.__dlpack__()
+                except Stop:
+                    signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, handler)
+            end = time.monotonic() + 1.5
+            while time.monotonic() < end:
+                once()
+            """,
+        )
+
+    def test_a_shape_of_numbers_that_overflow_is_checked_by_pythons_own(self):
+        class Count(int):
+            def __mul__(self, other):
+                return 0
+
+            __rmul__ = __mul__
+
+        class Index:
+            def __init__(self, count):
+                self.count = count
+
+            def __index__(self):
+                return self.count
+
+        with self.model.fault("F32") as weight:
+            for kind in (Count, Index):
+                self.assertEqual(weight.view("U8", kind(5)).shape, (5,))
+                self.assertIs(type(weight.view("U8", (kind(5), 2)).shape[0]), int)
+                for shape in (kind(1 << 40), (kind(1 << 32), kind(1 << 32)), (kind(-1),)):
+                    with self.assertRaises(vbar.InvalidArgument):
+                        weight.view("U8", shape)
+            with self.assertRaises(vbar.InvalidArgument):
+                weight.view("U8", (1 << 80, 0))
 
     def test_each_export_has_pins_of_its_own(self):
         with self.model.fault("F32") as weight:

@@ -230,6 +230,41 @@ class Interrupts(Case):
             interrupted(lambda: vbar.Device("sim", headroom=0))
         """)
 
+    def test_a_handler_that_raises_right_after_the_call_leaks_no_pin(self):
+        self.check("""
+            lib = vbar.load()
+            def interrupted(name, call):
+                function = getattr(lib, name)
+                def raises(*arguments):
+                    status = function(*arguments)
+                    if not done:
+                        done.append(name)
+                        raise KeyboardInterrupt
+                    return status
+                done = []
+                setattr(lib, name, raises)
+                try:
+                    call()
+                except KeyboardInterrupt:
+                    return
+                finally:
+                    setattr(lib, name, function)
+                sys.exit(f"{name}: not interrupted")
+            weight = bar.allocate(64)
+            interrupted("vbar_bar_fault", lambda: bar.fault(0, 64))
+            interrupted("vbar_allocation_fault", weight.fault)
+            interrupted("vbar_device_fault_many", lambda: device.fault_many([(bar, 0, 64)] * 3))
+            assert bar.residency()[0].pin_count == 1, bar.residency()
+            interrupted("vbar_token_unpin", lambda: bar.fault(0, 64).close())
+            def many():
+                with device.fault_many([(bar, 0, 64)] * 3) as guards:
+                    guards[1]
+            interrupted("vbar_tokens_unpin", many)
+            assert bar.residency()[0].pin_count == 1, bar.residency()
+            with weight.fault() as bytes:
+                assert isinstance(bytes, vbar.Refill)
+        """)
+
 
 if __name__ == "__main__":
     unittest.main()
