@@ -270,9 +270,10 @@ CASE(vbar_device_schedule_hint) {
     static const size_t many[] = {SIZE_MAX, SIZE_MAX / 24, SIZE_MAX / 48 + 1};
     static const size_t steps[] = {SIZE_MAX, SIZE_MAX / 8, SIZE_MAX / 16 + 1};
     for (size_t at = 0; at < COUNT_OF(many); at++) {
-        HINT_FAILS(&good, &one, steps[at], "larger than memory");
-        HINT_FAILS(&good, &many[at], 1, "larger than memory");
+        HINT_FAILS(&good, &one, steps[at], "are remembered");
+        HINT_FAILS(&good, &many[at], 1, "are remembered");
     }
+    HINT_FAILS(&good, &one, (1U << 18) + 1, "are remembered");
     const size_t past[] = {SIZE_MAX, 1}, none[] = {1, 0};
     HINT_FAILS(&good, past, 2, "larger than memory");
     HINT_FAILS(&good, none, 2, "step 1 has no ranges");

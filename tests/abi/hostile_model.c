@@ -166,7 +166,7 @@ CASE(vbar_model_schedule_hint) {
     static const size_t many[] = {SIZE_MAX, SIZE_MAX / 8, SIZE_MAX / 16 + 1};
     for (size_t at = 0; at < COUNT_OF(many); at++) {
         FAILS(vbar_model_schedule_hint(world.model, order, many[at]),
-              VBAR_STATUS_INVALID_ARGUMENT, "larger than memory");
+              VBAR_STATUS_INVALID_ARGUMENT, "are remembered");
     }
     for (size_t at = 0; at < edge_count; at++) {
         if (edges[at] < 3) continue;
