@@ -89,6 +89,9 @@ class Model(Closeable, Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         return self._tensors[self._index(name)]
 
+    def __contains__(self, name: object) -> bool:
+        return isinstance(name, str) and name in self._indexes
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._indexes)
 
@@ -164,6 +167,9 @@ class Model(Closeable, Mapping[str, Tensor]):
         index = self._indexes.get(name)
         if index is not None:
             return index
+        # As of any mapping; about what no file can call a tensor the library is not asked.
+        if not isinstance(name, str) or "\0" in name or not _is_text(name):
+            raise KeyError(name)
         # The library says it, with names that are like it.
         found = ctypes.c_uint64()
         call(self._lib.vbar_model_find, self._id, c_text(name, "name"), found)
@@ -188,3 +194,12 @@ class Model(Closeable, Mapping[str, Tensor]):
         path = ctypes.c_char_p()
         call(self._lib.vbar_model_file, self._id, file, path)
         return None if path.value is None else os.fsdecode(path.value)
+
+
+def _is_text(name: str) -> bool:
+    """Whether a file can have it: a lone surrogate is no text."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -469,6 +469,11 @@ class Models(Case):
         with open_device() as device, device.open_model(path) as model:
             self.assertEqual(len(model), 5)
             self.assertEqual(set(model), set(tensors))
+            self.assertIn("zero\0within", model)
+            # As any mapping says it, and not an error of its own.
+            for other in (5, None, "a\0", "\udc80", b"scale", "no such"):
+                self.assertNotIn(other, model)
+                self.assertIsNone(model.get(other))
             names = list(model)
             self.assertLess(names.index("layers.2.weight"), names.index("layers.10.weight"))
             tensor = model["layers.10.weight"]
