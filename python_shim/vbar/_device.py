@@ -393,9 +393,15 @@ def c_text(text: str, what: str) -> bytes:
     """A C string.
 
     Raises:
-        InvalidArgument: it has a zero within.
+        TypeError: it is no text.
+        InvalidArgument: it has a zero within, or is none that can be encoded.
     """
-    encoded = text.encode()
+    if not isinstance(text, str):
+        raise TypeError(f"{what}: a text is expected, not {type(text).__name__}")
+    try:
+        encoded = text.encode()
+    except UnicodeEncodeError:
+        raise InvalidArgument(f"{what}: {text!r} has a lone surrogate") from None
     if b"\0" in encoded:
         raise InvalidArgument(f"{what}: {text!r} has a zero character")
     return encoded

@@ -14,6 +14,8 @@ Size = Union[SupportsIndex, str]
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 _TEXT = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*(?:([kmgt])(?:i?b)?|b)?\s*", re.I)
 _U64_MAX = (1 << 64) - 1
+#: Digits before the point; zeros in front count as well.
+_DIGITS_MAX = 40
 
 
 def parse_size(size: Size, what: str = "a size") -> int:
@@ -27,6 +29,9 @@ def parse_size(size: Size, what: str = "a size") -> int:
         if found is None:
             raise InvalidArgument(f"{what}: {size!r} is no size: use bytes, or K, M, G, T")
         number, unit = found[1], _UNITS[(found[2] or "").lower()]
+        # More digits than 2^64 has are too many bytes, whatever they are.
+        if len(number.partition(".")[0]) > _DIGITS_MAX:
+            raise InvalidArgument(f"{what}: {size[:20]}... does not fit in 64 bits")
         nbytes = int(float(number) * unit) if "." in number else int(number) * unit
     else:
         try:
@@ -64,6 +69,8 @@ def parse_seconds(seconds: float, what: str) -> int:
         bounded = min(float(seconds), 1e9)
     except (TypeError, ValueError):
         raise InvalidArgument(f"{what} is {seconds!r}: seconds are expected") from None
+    except OverflowError:
+        raise InvalidArgument(f"{what}: more seconds than can be counted") from None
     if not bounded > 0:
         raise InvalidArgument(f"{what} is {seconds!r}: a time above 0 is expected")
     return max(1, int(bounded * 1000))

@@ -77,6 +77,21 @@ class Devices(Case):
 
 
 class Sizes(unittest.TestCase):
+    def test_what_is_too_long_to_be_a_number_is_refused(self):
+        for size in ("9" * 400 + ".0", "9" * 5000, "9" * 41 + "G"):
+            with self.assertRaises(vbar.InvalidArgument):
+                vbar.Device(spec(), budget=size)
+        with open_device() as device:
+            with self.assertRaises(vbar.InvalidArgument):
+                device.set_wait_timeout(10**400)
+
+    def test_what_is_no_text_is_a_type_error(self):
+        for driver in (5, b"sim", ["sim"]):
+            with self.assertRaisesRegex(TypeError, "driver: a text is expected"):
+                vbar.Device(driver)
+        with self.assertRaises(vbar.InvalidArgument):
+            vbar.Device("\udc80")
+
     def test_sizes_are_numbers_or_texts(self):
         from vbar._sizes import parse_size
 
