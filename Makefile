@@ -84,8 +84,7 @@ build: $(STAGED)/done
 # The library is built as nothing else: beside the crate's form for Rust it would not be optimised
 # as a whole, which costs a hit a tenth.
 
-# Asked of cargo each time: the times of a folder that was copied or restored say nothing.
-$(STAGED)/done: FORCE
+$(STAGED)/done: $(shell find src -type f) build.rs Cargo.toml Cargo.lock packaging/archive.sh
 	@$(MAKE) --no-print-directory tools
 	cargo build --profile $(PROFILE) --bin vbar
 	cargo rustc --profile $(PROFILE) --lib --crate-type cdylib
@@ -133,6 +132,3 @@ clean-demo:
 # One release build more; what continuous integration leaves out.
 test-install-release:
 	scripts/install-release.sh
-
-.PHONY: FORCE
-FORCE:
