@@ -1,4 +1,4 @@
-//! When the device did what: timed events, read on the trace's clock. Only while a trace is on.
+//! When the device did what: timed events, and their times on the trace's clock while one is on.
 //!
 //! One event at a known moment is the origin; another one's time is its distance from that. Events
 //! are asked long after they were recorded, by whoever records the next ones, and never waited for.
@@ -7,7 +7,7 @@ use std::collections::VecDeque;
 use std::ops::Range;
 use std::time::{Duration, Instant};
 
-use crate::driver::{DriverCode, Event};
+use crate::driver::{DriverCode, DriverResult, Event};
 use crate::sync::Mutex;
 use crate::sync::device::Device;
 use crate::trace;
@@ -41,9 +41,67 @@ pub(super) struct GpuClock {
 
 #[derive(Default)]
 struct Books {
-    origin: Option<(Event, u64)>,
+    events: TimedEvents,
     pending: VecDeque<Pending>,
+}
+
+/// Timed events for one who records them again and again.
+#[derive(Default)]
+pub(super) struct TimedEvents {
     free: Vec<Event>,
+    /// An event and its reading of the trace's clock.
+    origin: Option<(Event, u64)>,
+}
+
+impl TimedEvents {
+    /// Records one on a stream; the context is current.
+    pub(super) fn record(&mut self, device: &Device, stream: Stream) -> DriverResult<Event> {
+        let event = match self.free.pop() {
+            Some(event) => event,
+            None => device.driver.event_create_timed()?,
+        };
+        if let Err(error) = device.driver.event_record(event, stream) {
+            self.free.push(event);
+            return Err(error);
+        }
+        Ok(event)
+    }
+
+    /// Takes events back whose times nobody asks any more.
+    pub(super) fn give_back(&mut self, events: impl IntoIterator<Item = Event>) {
+        self.free.extend(events);
+    }
+
+    /// Finds out where the clock stands, by `stream`, unless that is known. Returns whether it is.
+    pub(super) fn set_origin(&mut self, device: &Device, stream: Stream) -> bool {
+        if self.origin.is_none() {
+            self.origin = find_origin(device, stream);
+        }
+        self.origin.is_some()
+    }
+
+    /// When the device came by an event, on the trace's clock. `None` without an origin, and where
+    /// the driver does not say; it says `NOT_READY` before.
+    pub(super) fn reading(&self, device: &Device, event: Event) -> Option<DriverResult<u64>> {
+        let (origin, origin_ns) = self.origin?;
+        let elapsed = device.driver.event_elapsed(origin, event);
+        Some(elapsed.map(|time| origin_ns.saturating_add(nanos(time))))
+    }
+
+    /// Gives them back to the driver, and those that are in use no more; the context is current.
+    pub(super) fn close(self, device: &Device, used: impl IntoIterator<Item = Event>) {
+        let origin = self.origin.map(|(event, _)| event);
+        for event in self.free.into_iter().chain(used).chain(origin) {
+            if let Err(error) = device.driver.event_destroy(event) {
+                log::warn!("a timed event stays: {error}");
+            }
+        }
+    }
+}
+
+/// A time in nanoseconds; 584 years at most.
+pub(super) fn nanos(time: Duration) -> u64 {
+    u64::try_from(time.as_nanos()).unwrap_or(u64::MAX)
 }
 
 impl GpuClock {
@@ -55,13 +113,10 @@ impl GpuClock {
         }
         let mut books = self.books.lock();
         books.read(device);
-        if books.origin.is_none() {
-            books.origin = find_origin(device, stream);
-        }
-        if books.origin.is_none() || books.pending.len() >= PENDING_MAX {
+        if !books.events.set_origin(device, stream) || books.pending.len() >= PENDING_MAX {
             return None;
         }
-        books.record(device, stream)
+        books.events.record(device, stream).ok()
     }
 
     /// The copy was enqueued.
@@ -74,9 +129,9 @@ impl GpuClock {
     ) {
         let Some(start) = start else { return };
         let mut books = self.books.lock();
-        match books.record(device, stream) {
-            Some(end) => books.pending.push_back(Pending { told, stream, start, end }),
-            None => books.free.push(start),
+        match books.events.record(device, stream) {
+            Ok(end) => books.pending.push_back(Pending { told, stream, start, end }),
+            Err(_) => books.events.give_back([start]),
         }
     }
 
@@ -84,55 +139,33 @@ impl GpuClock {
     pub(super) fn close(&self, device: &Device) {
         let mut books = std::mem::take(&mut *self.books.lock());
         books.read(device);
-        let pending = books.pending.drain(..).flat_map(|entry| [entry.start, entry.end]);
-        let origin = books.origin.map(|(event, _)| event);
-        for event in pending.chain(books.free.drain(..)).chain(origin) {
-            if let Err(error) = device.driver.event_destroy(event) {
-                log::warn!("an event of a trace stays: {error}");
-            }
-        }
+        let pending = books.pending.into_iter().flat_map(|entry| [entry.start, entry.end]);
+        books.events.close(device, pending);
     }
 }
 
 impl Books {
-    fn record(&mut self, device: &Device, stream: Stream) -> Option<Event> {
-        let event = match self.free.pop() {
-            Some(event) => event,
-            None => device.driver.event_create_timed().ok()?,
-        };
-        if device.driver.event_record(event, stream).is_err() {
-            self.free.push(event);
-            return None;
-        }
-        Some(event)
-    }
-
-    /// Reads the copies that are done.
+    /// Tells of the copies that are done.
     fn read(&mut self, device: &Device) {
-        let Some((origin, origin_ns)) = self.origin else { return };
         while let Some(first) = self.pending.front() {
-            let at = |event| device.driver.event_elapsed(origin, event);
-            let (start, end) = match (at(first.start), at(first.end)) {
-                (_, Err(error)) if error.code == DriverCode::NOT_READY => return,
-                times => times,
+            let end = match self.events.reading(device, first.end) {
+                Some(Err(error)) if error.code == DriverCode::NOT_READY => return,
+                Some(end) => end,
+                None => return,
             };
-            let Some(Pending { told, stream, start: first, end: last }) = self.pending.pop_front()
-            else {
-                return;
-            };
-            self.free.extend([first, last]);
-            if let (Ok(start), Ok(end)) = (start, end) {
-                let ns = |time: Duration| origin_ns + u64::try_from(time.as_nanos()).unwrap_or(0);
-                let CopyTold { bar, pages, bytes } = told;
-                let time_ns = ns(start)..ns(end);
-                trace::gpu_copy(device.ordinal, stream, bar, pages, bytes, time_ns);
+            let Some(entry) = self.pending.pop_front() else { return };
+            let start = self.events.reading(device, entry.start);
+            self.events.give_back([entry.start, entry.end]);
+            if let (Some(Ok(start)), Ok(end)) = (start, end) {
+                let CopyTold { bar, pages, bytes } = entry.told;
+                trace::gpu_copy(device.ordinal, entry.stream, bar, pages, bytes, start..end);
             }
         }
     }
 }
 
 /// Records an event and sees it pass: then is when it was.
-pub(super) fn find_origin(device: &Device, stream: Stream) -> Option<(Event, u64)> {
+fn find_origin(device: &Device, stream: Stream) -> Option<(Event, u64)> {
     let event = device.driver.event_create_timed().ok()?;
     let found = device.driver.event_record(event, stream).is_ok() && {
         let since = Instant::now();

@@ -148,8 +148,8 @@ impl Runner {
         let plan = self.plan.as_ref();
         let Some(recorded) = self.schedule.record(spans) else { return };
         self.steps += 1;
-        let known = self.schedule.spans(recorded.step).to_vec();
-        if self.course.faulted(&known, |page| is_kept(plan, page)) == Arrival::Other {
+        let known = self.schedule.spans(recorded.step);
+        if self.course.faulted(known, |page| is_kept(plan, page)) == Arrival::Other {
             log::trace!("a fault that was not the next one: {:?}", recorded.verdict);
         }
     }
@@ -357,7 +357,7 @@ impl Runner {
     /// `None` of a VBAR that is gone.
     fn wanted(&self, page: PageRef) -> Option<Wanted> {
         let bar = Arc::clone(self.bars.get(&page.bar)?);
-        let kept = self.plan.as_ref().is_some_and(|plan| plan.keeps(page));
+        let kept = is_kept(self.plan.as_ref(), page);
         let role = if kept { Role::Kept } else { Role::Streamed };
         Some(Wanted { page: PageOf { bar, page: page.page }, role })
     }

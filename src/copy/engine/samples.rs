@@ -7,7 +7,7 @@
 
 use std::collections::{HashMap, VecDeque};
 
-use crate::copy::gpu_clock::find_origin;
+use crate::copy::gpu_clock::{TimedEvents, nanos};
 use crate::driver::{CaptureState, DriverCode, Event};
 use crate::error::Result;
 use crate::memory::pager::Pager;
@@ -35,9 +35,7 @@ struct Pending {
 
 #[derive(Default)]
 struct Books {
-    free: Vec<Event>,
-    /// An event and its reading of the trace's clock, while a trace is on.
-    origin: Option<(Event, u64)>,
+    events: TimedEvents,
     /// Faulted and not unpinned, by the first of their pages: what was faulted together may be
     /// unpinned together or piece by piece.
     open: HashMap<PageRef, (Vec<Span>, Event, Stream)>,
@@ -74,7 +72,7 @@ impl Samples {
         if books.pending.len() + books.open.len() >= PENDING_MAX || books.open.contains_key(&key) {
             return;
         }
-        if let Ok(start) = record(device, &mut books.free, stream) {
+        if let Ok(start) = record(device, &mut books.events, stream) {
             books.open.insert(key, (spans.to_vec(), start, stream));
         }
     }
@@ -107,10 +105,9 @@ impl Samples {
             let Some(entry) = books.pending.pop_front() else { break };
             books.trace(&pager.device, &entry);
             let Pending { spans, start, end, .. } = entry;
-            books.free.extend([start, end]);
+            books.events.give_back([start, end]);
             if let Ok(elapsed) = elapsed {
-                let compute_ns = u64::try_from(elapsed.as_nanos()).unwrap_or(u64::MAX);
-                taken.push(Sample { spans, compute_ns });
+                taken.push(Sample { spans, compute_ns: nanos(elapsed) });
             }
         }
         taken
@@ -119,16 +116,11 @@ impl Samples {
     /// Gives all events back to the driver; the engine has ended.
     pub(super) fn close(&self, pager: &Pager) {
         self.want(false);
-        let mut books = std::mem::take(&mut *self.books.lock());
+        let books = std::mem::take(&mut *self.books.lock());
         let Ok(_scope) = pager.device.enter() else { return };
-        let open = books.open.drain().map(|(_, (_, start, _))| start);
-        let pending = books.pending.drain(..).flat_map(|entry| [entry.start, entry.end]);
-        let origin = books.origin.map(|(event, _)| event);
-        for event in books.free.drain(..).chain(open).chain(pending).chain(origin) {
-            if let Err(error) = pager.device.driver.event_destroy(event) {
-                log::warn!("an event of a sample stays: {error}");
-            }
-        }
+        let open = books.open.into_values().map(|(_, start, _)| start);
+        let pending = books.pending.into_iter().flat_map(|entry| [entry.start, entry.end]);
+        books.events.close(&pager.device, open.chain(pending));
     }
 }
 
@@ -141,50 +133,35 @@ impl Books {
         }
         let Some((spans, start, _)) = self.open.remove(&key) else { return };
         if stream.is_none() {
-            self.free.push(start);
+            self.events.give_back([start]);
             return;
         }
-        match record(device, &mut self.free, stream) {
+        match record(device, &mut self.events, stream) {
             Ok(end) => self.pending.push_back(Pending { spans, stream, start, end }),
-            Err(_) => self.free.push(start),
+            Err(_) => self.events.give_back([start]),
         }
     }
 
     /// Tells a trace, if one is on, when the device was at it.
     fn trace(&mut self, device: &Device, entry: &Pending) {
-        if !trace::is_on() {
+        if !trace::is_on() || !self.events.set_origin(device, entry.stream) {
             return;
         }
-        if self.origin.is_none() {
-            self.origin = find_origin(device, entry.stream);
-        }
-        let Some((origin, origin_ns)) = self.origin else { return };
-        let at = |event| device.driver.event_elapsed(origin, event);
-        let (Ok(start), Ok(end)) = (at(entry.start), at(entry.end)) else { return };
-        let ns = |time: std::time::Duration| {
-            origin_ns.saturating_add(u64::try_from(time.as_nanos()).unwrap_or(0))
-        };
+        let at = |event| self.events.reading(device, event);
+        let (Some(Ok(start)), Some(Ok(end))) = (at(entry.start), at(entry.end)) else { return };
         for span in &entry.spans {
             let (bar, pages) = (span.bar.0, span.first..span.end);
-            trace::gpu_span(device.ordinal, entry.stream, bar, pages, ns(start), ns(end));
+            trace::gpu_span(device.ordinal, entry.stream, bar, pages, start, end);
         }
     }
 }
 
 /// Records a timed event on a stream that is not being captured.
-fn record(device: &Device, free: &mut Vec<Event>, stream: Stream) -> Result<Event> {
+fn record(device: &Device, events: &mut TimedEvents, stream: Stream) -> Result<Event> {
     let _scope = device.enter()?;
     if device.capture_state(stream)? != CaptureState::None {
         let text = "the stream is being captured";
         return Err(crate::error::Error::new(crate::error::ErrorCode::Unsupported, text));
     }
-    let event = match free.pop() {
-        Some(event) => event,
-        None => device.driver.event_create_timed()?,
-    };
-    if let Err(error) = device.driver.event_record(event, stream) {
-        free.push(event);
-        return Err(error.into());
-    }
-    Ok(event)
+    Ok(events.record(device, stream)?)
 }

@@ -120,11 +120,8 @@ impl Pager {
                 Ok(Fetched { done: pages, ..fetched })
             }
             Err(failure) => {
-                let reason = failure.into_reason()?;
-                if reason == Reason::DriverMemory {
-                    let mut state = self.state.lock();
-                    let held = u64::from(state.frames.held()) * self.page_bytes();
-                    state.budget.refuse(held);
+                if failure.into_reason()? == Reason::DriverMemory {
+                    self.cap_budget();
                 }
                 Ok(Fetched { done: 0, stop: Some(Stop::NoFrame) })
             }

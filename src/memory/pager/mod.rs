@@ -546,9 +546,7 @@ impl Pager {
     ) -> Result<Option<Reason>> {
         let reason = failure.into_reason()?;
         if reason == Reason::DriverMemory {
-            let mut state = self.state.lock();
-            let held = u64::from(state.frames.held()) * self.page_bytes();
-            state.budget.refuse(held);
+            self.cap_budget();
             if patience.refused_once.replace(()).is_none() {
                 return Ok(None);
             }

@@ -46,4 +46,11 @@ impl Pager {
         }
         Ok(())
     }
+
+    /// The driver refused a frame: no more than are held now, until it is asked again.
+    pub(super) fn cap_budget(&self) {
+        let mut state = self.state.lock();
+        let held = u64::from(state.frames.held()) * self.page_bytes();
+        state.budget.refuse(held);
+    }
 }

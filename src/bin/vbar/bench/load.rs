@@ -3,7 +3,7 @@
 //! Each load is as a program's first: nothing of the model is on the device, and no frame is kept
 //! from the load before. It is timed from opening the file to the end of its last copy.
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::time::Instant;
 
 use clap::Args;
@@ -13,7 +13,7 @@ use vbar::units::format_bytes;
 use vbar::{Error, ErrorCode, Fault, ModelBar, Result, Vbar};
 
 use super::floor::{self, THREADS, Way};
-use super::plot::{Chart, Line, document};
+use super::plot::{self, Chart, Line};
 use super::subject::{Settings, Subject, median};
 use crate::compute::Compute;
 use crate::look::Paint;
@@ -97,8 +97,7 @@ pub(super) fn load(arguments: &Arguments, output: &Output) -> Result<Verdict> {
     let mut report = bench.report(settings)?;
     report.show(output);
     if let Some(path) = &settings.svg {
-        report.write_plot(path)?;
-        output.line(format!("plot in {}", path.display()));
+        plot::write(path, &[report.chart()], output)?;
         report.svg = Some(path.clone());
     }
     output.object(&report);
@@ -285,7 +284,7 @@ impl Report {
         output.line("floor: the slower of the link and the best reading by itself");
     }
 
-    fn write_plot(&self, path: &Path) -> Result<()> {
+    fn chart(&self) -> Chart {
         let (first, last) = (THREADS[0] as f64, THREADS[THREADS.len() - 1] as f64);
         let level = |name: String, rate: f64| Line {
             name,
@@ -304,12 +303,11 @@ impl Report {
         ];
         let loads = self.loads.iter().filter(|load| load.faults == "model");
         lines.extend(loads.map(|load| level(format!("load, {}", load.cache), load.rate)));
-        let chart = Chart {
+        Chart {
             title: format!("{} to the device", format_bytes(self.model_bytes)),
             x: "threads that read by themselves".to_owned(),
             y: "GB/s".to_owned(),
             lines,
-        };
-        std::fs::write(path, document(&[chart])).map_err(|error| Error::io(path.display(), &error))
+        }
     }
 }

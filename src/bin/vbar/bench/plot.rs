@@ -4,6 +4,11 @@
 //! image formats for a hundred lines.
 
 use std::fmt::Write;
+use std::path::Path;
+
+use vbar::{Error, Result};
+
+use crate::output::Output;
 
 /// A line and its name.
 pub(super) struct Line {
@@ -34,8 +39,16 @@ const COLOURS: [&str; 6] = ["#d55e00", "#e69f00", "#56b4e9", "#0072b2", "#009e73
 /// Lines that coincide show through each other.
 const DASHES: [&str; 6] = ["", "7 4", "", "", "2 3", "10 3 2 3"];
 
+/// Writes charts to a file, and says where they are.
+pub(super) fn write(path: &Path, charts: &[Chart], output: &Output) -> Result<()> {
+    let written = std::fs::write(path, document(charts));
+    written.map_err(|error| Error::io(path.display(), &error))?;
+    output.line(format!("plot in {}", path.display()));
+    Ok(())
+}
+
 /// The charts as one document.
-pub(super) fn document(charts: &[Chart]) -> String {
+fn document(charts: &[Chart]) -> String {
     let height = HEIGHT * charts.len() as f64;
     let mut text = format!(
         "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {WIDTH} {height}\" \

@@ -1,16 +1,16 @@
 //! `vbar bench policy`: loads and time of each policy on cycles that programs have, computed.
 
 use std::fmt::Write;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use clap::Args;
 use serde::Serialize;
+use vbar::Result;
 use vbar::model::placement::{Ranking, TooFewFrames};
 use vbar::model::policy_model::{Policy, Workload, run, workloads};
 use vbar::units::MIB;
-use vbar::{Error, Result};
 
-use super::plot::{Chart, Line, document};
+use super::plot::{self, Chart, Line};
 use crate::look::Paint;
 use crate::output::{Output, Verdict};
 
@@ -89,8 +89,7 @@ pub(super) fn policy(arguments: &Arguments, output: &Output) -> Result<Verdict> 
          spread is what vbar does",
     );
     if let Some(path) = &arguments.svg {
-        write_plot(path, &reports)?;
-        output.line(format!("plot in {}", path.display()));
+        plot::write(path, &charts(&reports), output)?;
     }
     output.object(&Report {
         link_gb_s: arguments.link,
@@ -171,15 +170,14 @@ fn cell(row: &Row) -> String {
     }
 }
 
-fn write_plot(path: &Path, reports: &[WorkloadReport]) -> Result<()> {
+fn charts(reports: &[WorkloadReport]) -> Vec<Chart> {
     let chart = |report: &WorkloadReport| Chart {
         title: format!("{}: {}", report.name, report.text),
         x: "budget, % of the pages".to_owned(),
         y: "ms a cycle".to_owned(),
         lines: Policy::ALL.iter().map(|policy| line(report, policy.name())).collect(),
     };
-    let charts: Vec<Chart> = reports.iter().map(chart).collect();
-    std::fs::write(path, document(&charts)).map_err(|error| Error::io(path.display(), &error))
+    reports.iter().map(chart).collect()
 }
 
 fn line(report: &WorkloadReport, policy: &str) -> Line {

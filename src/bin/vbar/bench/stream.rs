@@ -5,7 +5,7 @@
 //! is the model's alone: the word that the sums go to has a page of its own on top.
 
 use std::collections::BTreeMap;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -17,7 +17,7 @@ use vbar::units::{DeviceAddress, format_bytes};
 use vbar::{Error, ErrorCode, Fault, Guard, ModelBar, Result, Vbar};
 
 use super::floor;
-use super::plot::{Chart, Line, document};
+use super::plot::{self, Chart, Line};
 use super::subject::{Settings, Subject, median};
 use crate::compute::Compute;
 use crate::look::Paint;
@@ -126,8 +126,7 @@ pub(super) fn stream(arguments: &Arguments, output: &Output) -> Result<Verdict> 
     let mut report = bench.report(arguments, &model)?;
     report.show(output);
     if let Some(path) = &settings.svg {
-        report.write_plot(path)?;
-        output.line(format!("plot in {}", path.display()));
+        plot::write(path, &[report.chart()], output)?;
         report.svg = Some(path.clone());
     }
     output.object(&report);
@@ -332,14 +331,14 @@ impl Report {
         output.line("bound: max(compute, streamed / link); ideal: max(compute, N - C / link)");
     }
 
-    fn write_plot(&self, path: &Path) -> Result<()> {
+    fn chart(&self) -> Chart {
         let line = |name: &str, of: &dyn Fn(&Row) -> f64| {
             let point = |row: &Row| (f64::from(row.budget_percent), of(row));
             let mut points: Vec<(f64, f64)> = self.rows.iter().map(point).collect();
             points.sort_by(|left, right| left.0.total_cmp(&right.0));
             Line { name: name.to_owned(), points }
         };
-        let chart = Chart {
+        Chart {
             title: format!("passes over {}", format_bytes(self.model_bytes)),
             x: "budget, % of the pages".to_owned(),
             y: "ms a pass".to_owned(),
@@ -349,8 +348,7 @@ impl Report {
                 line("compute", &|_| self.compute_ms),
                 line("first pass", &|row| row.first_pass_ms),
             ],
-        };
-        std::fs::write(path, document(&[chart])).map_err(|error| Error::io(path.display(), &error))
+        }
     }
 }
 
