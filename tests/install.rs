@@ -300,6 +300,8 @@ fn programs_are_clean_under_memcheck() {
             run(compile.args(["-lvbar", "-ldl", "-pthread"]));
             let mut valgrind = Command::new("valgrind");
             valgrind.args(["-q", "--error-exitcode=99"]).args(program.leaks.options());
+            // Threads take turns: else one that calls without end keeps the others from running.
+            valgrind.arg("--fair-sched=try");
             let suppressions = root().join("tests/abi/valgrind.supp");
             valgrind.arg(format!("--suppressions={}", suppressions.display()));
             valgrind.arg(&file);
