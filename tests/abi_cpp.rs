@@ -138,7 +138,7 @@ fn the_suite_passes_as_cpp17_and_under_valgrind() {
 /// Valgrind, which fails on an error or a leak.
 fn memcheck() -> Command {
     let mut command = Command::new("valgrind");
-    command.args(["-q", "--error-exitcode=9", "--leak-check=full"]);
+    command.args(["-q", "--error-exitcode=9", "--leak-check=full", "--fair-sched=try"]);
     // The library keeps tables and its logger until the process ends.
     command.args(["--show-leak-kinds=definite", "--errors-for-leak-kinds=definite"]);
     command
