@@ -107,6 +107,17 @@ impl Filler {
     /// # Errors
     /// What the driver says; nothing is left behind then.
     pub fn new(device: Arc<Device>) -> Result<Self> {
+        let options = &device.options;
+        let root = options.system_root.as_ref().map(SystemRoot::new).unwrap_or_default();
+        let room = Arc::new(LockedRoom::new(root, options.host_allowance));
+        Self::with_room(device, room)
+    }
+
+    /// As [`Filler::new`], what it locks held in `room`.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn with_room(device: Arc<Device>, room: Arc<LockedRoom>) -> Result<Self> {
         let stream = device.retry(|| device.driver.stream_create());
         let stream = stream.map_err(|error| device.note(error.into()))?;
         let slot = match device.slot_of(stream) {
@@ -117,8 +128,6 @@ impl Filler {
             }
         };
         let options = &device.options;
-        let root = options.system_root.as_ref().map(SystemRoot::new).unwrap_or_default();
-        let room = Arc::new(LockedRoom::new(root, options.host_allowance));
         let slot_bytes = options.page_size.bytes().min(SLOT_BYTES_MAX) + ALIGNMENT_MAX;
         let count = options.staging_slot_count.max(1);
         let threads = options.threads.unwrap_or_default();
@@ -192,6 +201,10 @@ impl Filler {
     pub fn begin(&self, jobs: Vec<FillJob>) -> Pipeline<'_> {
         *self.busy_at.lock() = Instant::now();
         let readers = self.readers.lock().clone();
+        if readers.is_none() && self.staging.slot_count() > 0 && self.room.excess_bytes() > 0 {
+            // Nobody else looks after it. Where it cannot be, the slots stay until the next time.
+            let _ = self.housekeep();
+        }
         Pipeline::new(self, readers, jobs)
     }
 
@@ -244,7 +257,8 @@ impl Filler {
         };
         let mut windows = self.cache.take_out(surplus, WINDOWS_A_CALL);
         if above && windows.is_empty() {
-            windows = self.staging.take_out(&self.device, WINDOWS_A_CALL)?;
+            // To the last slot: without any, bytes go through ordinary memory.
+            windows = self.staging.take_out(&self.device, WINDOWS_A_CALL, 0)?;
         }
         self.give_back(windows).map(drop)
     }
@@ -260,7 +274,7 @@ impl Filler {
         let count = excess.div_ceil(window_bytes) as usize;
         let mut windows = self.cache.take_out(Surplus::Any, count);
         let missing = count - windows.len();
-        windows.extend(self.staging.take_out(&self.device, missing)?);
+        windows.extend(self.staging.take_out(&self.device, missing, 1)?);
         self.give_back(windows)
     }
 

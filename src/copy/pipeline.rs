@@ -193,6 +193,8 @@ impl<'a> Pipeline<'a> {
             return Ok(Some(self.read(span, &job.bound, Place::Window(window))));
         }
         if filler.staging.slot_count() == 0 {
+            // There may be room for one again.
+            self.readers.iter().for_each(|readers| filler.grow(readers));
             return Ok(Some(Begun::Pageable));
         }
         let slot = match (filler.staging.try_take(&filler.device)?, hurry) {
@@ -200,7 +202,10 @@ impl<'a> Pipeline<'a> {
                 self.readers.iter().for_each(|readers| filler.grow(readers));
                 return Ok(None);
             }
-            (None, Hurry::Yes) => filler.staging.take(&filler.device)?,
+            (None, Hurry::Yes) => match filler.staging.take(&filler.device)? {
+                Some(slot) => slot,
+                None => return Ok(Some(Begun::Pageable)),
+            },
             (Some(slot), _) => slot,
         };
         Ok(Some(self.read(span, &job.bound, Place::Slot(slot))))

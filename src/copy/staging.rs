@@ -65,20 +65,25 @@ impl Staging {
         self.shared.give_back(slot, Ticket::NONE);
     }
 
-    /// Takes slots out for good whose last copies are done, as many as told at most, so that one
-    /// is left: whoever waits for a slot gets it.
+    /// Takes slots out for good whose last copies are done, as many as told at most, so that
+    /// `left` stay at least. Whoever waits for a slot of a ring that has none any more is told.
     ///
     /// # Errors
     /// What the driver says.
-    pub fn take_out(&self, device: &Device, at_most: usize) -> Result<Vec<LockedSlot>> {
+    pub fn take_out(&self, device: &Device, at_most: usize, left: u64) -> Result<Vec<LockedSlot>> {
         let mut taken = Vec::new();
-        while taken.len() < at_most && self.slot_count() > 1 {
+        while taken.len() < at_most && self.slot_count() > left {
             let Some(mut slot) = self.try_take(device)? else { break };
-            let spare = |count: u64| (count > 1).then(|| count - 1);
+            let spare = |count: u64| (count > left).then(|| count - 1);
             if self.shared.slot_count.fetch_update(Relaxed, Relaxed, spare).is_err() {
                 break;
             }
             taken.extend(slot.slot.take());
+        }
+        if !taken.is_empty() && self.slot_count() == 0 {
+            // Under the lock: whoever has seen the last slot waits by now.
+            let _ring = self.shared.ring.lock();
+            self.shared.returned.notify_all();
         }
         Ok(taken)
     }
@@ -101,17 +106,18 @@ impl Staging {
         self.slot_count() * self.slot_bytes as u64
     }
 
-    /// Takes a slot whose last copy is done, waiting for one if need be.
+    /// Takes a slot whose last copy is done, waiting for one if need be; `None` when the ring has
+    /// no slots, or none any more.
     ///
     /// # Errors
     /// Those of waiting: `TimedOut`, `Cancelled`, what the driver says.
-    pub fn take(&self, device: &Device) -> Result<StagingSlot> {
-        let (slot, ticket) = self.take_any(device)?;
+    pub fn take(&self, device: &Device) -> Result<Option<StagingSlot>> {
+        let Some((slot, ticket)) = self.take_any(device)? else { return Ok(None) };
         // From here on a failure gives the slot back, its ticket unchanged.
         let mut slot = self.lease(slot, ticket);
         device.wait_passed(&[ticket], WaitKind::Staging)?;
         slot.ticket = Ticket::NONE;
-        Ok(slot)
+        Ok(Some(slot))
     }
 
     /// Takes a slot if there is one whose last copy is done.
@@ -136,22 +142,24 @@ impl Staging {
         StagingSlot { shared: Arc::clone(&self.shared), slot: Some(slot), ticket }
     }
 
-    fn take_any(&self, device: &Device) -> Result<(LockedSlot, Ticket)> {
+    fn take_any(&self, device: &Device) -> Result<Option<(LockedSlot, Ticket)>> {
         let idle = self.shared.ring.lock().take();
-        if let Some(taken) = idle {
-            return Ok(taken);
+        if idle.is_some() {
+            return Ok(idle);
         }
         let wait = device.wait(WaitKind::Staging);
         loop {
             // Asked with the ring free: the answer may come from the program's own code.
             let patience = wait.check()?;
             let mut ring = self.shared.ring.lock();
-            if let Some(taken) = ring.take() {
-                return Ok(taken);
+            let idle = ring.take();
+            if idle.is_some() || self.slot_count() == 0 {
+                return Ok(idle);
             }
             self.shared.returned.wait_for(&mut ring, patience);
-            if let Some(taken) = ring.take() {
-                return Ok(taken);
+            let idle = ring.take();
+            if idle.is_some() {
+                return Ok(idle);
             }
         }
     }

@@ -1,10 +1,14 @@
-//! The page-locked memory that is held, against what may be held.
+//! One book of the page-locked and registered memory that this process holds, against what may be
+//! held.
 //!
-//! Owns the count of bytes held by one runtime and what the system said last, asked at most each
-//! 100 ms. Nothing is locked before it is held here: `host/allowance` computes, `system_memory`
-//! reads, this file remembers. Where the system does not say it is 64 MiB, the ring as it is unless
-//! told otherwise.
+//! The system's memory is one, however many devices there are: all rooms below one root of the
+//! system's files write into one book, which remembers what the system said last, asked at most
+//! each 100 ms. A [`LockedRoom`] is one runtime's part of it, with a limit of its own. Nothing is
+//! locked before it is held here, be it a slot, a window, a host frame or a registered file page:
+//! `host/allowance` computes, `system_memory` reads, this file remembers. Where the system does not
+//! say what it has it is 64 MiB, the ring as it is unless told otherwise.
 
+use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use crate::error::Result;
@@ -21,11 +25,30 @@ const PRESSURE_PERCENT: f64 = 10.0;
 /// What may be held where the system does not say what it has.
 const UNKNOWN_BYTES: u64 = 64 * MIB;
 
-/// See the module's text.
+/// What is held.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Held {
+    /// Memory that exists because it is held: slots, windows, host frames.
+    Own,
+    /// Pages of a file that would be there without us, and count as room for others until the
+    /// system needs them: registered ones are none.
+    FilePages,
+}
+
+/// One runtime's part of the book.
 pub struct LockedRoom {
-    root: SystemRoot,
+    book: Arc<Book>,
     limit_bytes: Option<u64>,
     held_bytes: AtomicU64,
+    /// Of those, file pages.
+    file_bytes: AtomicU64,
+}
+
+/// What this process holds of one system's memory.
+struct Book {
+    root: SystemRoot,
+    held_bytes: AtomicU64,
+    file_bytes: AtomicU64,
     seen: Mutex<Option<(Instant, Seen)>>,
     told: AtomicBool,
 }
@@ -37,44 +60,101 @@ struct Seen {
     is_short: bool,
 }
 
+/// The books that rooms are open in; there is one unless tests have systems of their own.
+static BOOKS: Mutex<Vec<Weak<Book>>> = Mutex::new(Vec::new());
+
 impl LockedRoom {
     /// Room for `limit_bytes` at most, where the system's own files lie below `root`.
     #[must_use]
     pub fn new(root: SystemRoot, limit_bytes: Option<u64>) -> Self {
-        let (held_bytes, seen, told) = Default::default();
-        Self { root, limit_bytes, held_bytes, seen, told }
+        let (held_bytes, file_bytes) = Default::default();
+        Self { book: Book::of(root), limit_bytes, held_bytes, file_bytes }
     }
 
-    /// Page-locked bytes held.
+    /// The system's own files.
+    #[must_use]
+    pub fn root(&self) -> &SystemRoot {
+        &self.book.root
+    }
+
+    /// Bytes that this runtime holds.
     #[must_use]
     pub fn held_bytes(&self) -> u64 {
         self.held_bytes.load(Relaxed)
     }
 
-    /// Page-locked bytes that may be held in all, those held included.
+    /// Bytes that the process holds, all its runtimes together.
+    #[must_use]
+    pub fn process_bytes(&self) -> u64 {
+        self.book.held_bytes.load(Relaxed)
+    }
+
+    /// Bytes that this runtime may hold in all, those held included: what others of the process
+    /// hold is not there for it.
     #[must_use]
     pub fn allowance_bytes(&self) -> u64 {
-        self.look().allowance_bytes
+        let others = self.process_bytes().saturating_sub(self.held_bytes());
+        self.limited(self.book.look().allowance_bytes.saturating_sub(others))
+    }
+
+    /// Bytes that this runtime may hold beyond those that it holds.
+    #[must_use]
+    pub fn spare_bytes(&self) -> u64 {
+        self.allowance_bytes().saturating_sub(self.held_bytes())
     }
 
     /// Whether the system is short of memory: nothing more is to be locked.
     #[must_use]
     pub fn is_short(&self) -> bool {
-        self.look().is_short
+        self.book.look().is_short
     }
 
-    /// Bytes held above the allowance.
+    /// Bytes of this runtime that are to go: it is above its limit, or the process is above what
+    /// the system can spare.
     #[must_use]
     pub fn excess_bytes(&self) -> u64 {
-        self.held_bytes().saturating_sub(self.allowance_bytes())
+        let held = self.held_bytes();
+        let above = self.process_bytes().saturating_sub(self.book.look().allowance_bytes);
+        above.min(held).max(held - self.limited(held))
     }
 
     /// Holds `bytes` more if they may be held. Returns whether they are.
     #[must_use]
     pub fn try_hold(&self, bytes: u64) -> bool {
-        let allowance = self.allowance_bytes();
-        let hold = |held: u64| held.checked_add(bytes).filter(|held| *held <= allowance);
-        self.held_bytes.fetch_update(Relaxed, Relaxed, hold).is_ok()
+        self.try_hold_as(Held::Own, bytes)
+    }
+
+    /// As [`Self::try_hold`], of memory of that kind.
+    #[must_use]
+    pub fn try_hold_as(&self, held: Held, bytes: u64) -> bool {
+        let allowance = self.book.look().allowance_bytes;
+        self.hold_below(held, bytes, allowance)
+    }
+
+    /// As [`Self::try_hold`] by what the system said last, however long ago: for callers that hold
+    /// a lock, under which it is not asked.
+    #[must_use]
+    pub fn try_hold_unasked(&self, bytes: u64) -> bool {
+        let seen = *self.book.seen.lock();
+        let allowance = seen.map_or(0, |(_, seen)| seen.allowance_bytes);
+        self.hold_below(Held::Own, bytes, allowance)
+    }
+
+    fn hold_below(&self, held: Held, bytes: u64, allowance: u64) -> bool {
+        let below = |most: u64| move |held: u64| held.checked_add(bytes).filter(|it| *it <= most);
+        let limit = below(self.limit_bytes.unwrap_or(u64::MAX));
+        if self.held_bytes.fetch_update(Relaxed, Relaxed, limit).is_err() {
+            return false;
+        }
+        if self.book.held_bytes.fetch_update(Relaxed, Relaxed, below(allowance)).is_err() {
+            self.held_bytes.fetch_sub(bytes, Relaxed);
+            return false;
+        }
+        if held == Held::FilePages {
+            self.file_bytes.fetch_add(bytes, Relaxed);
+            self.book.file_bytes.fetch_add(bytes, Relaxed);
+        }
+        true
     }
 
     /// Holds as many of `count` pieces of `bytes` as may be held. Returns how many.
@@ -85,7 +165,42 @@ impl LockedRoom {
 
     /// Gives up `bytes` that were held.
     pub fn release(&self, bytes: u64) {
+        self.release_as(Held::Own, bytes);
+    }
+
+    /// As [`Self::release`], of memory of that kind.
+    pub fn release_as(&self, held: Held, bytes: u64) {
+        if held == Held::FilePages {
+            self.file_bytes.fetch_sub(bytes, Relaxed);
+            self.book.file_bytes.fetch_sub(bytes, Relaxed);
+        }
         self.held_bytes.fetch_sub(bytes, Relaxed);
+        self.book.held_bytes.fetch_sub(bytes, Relaxed);
+    }
+
+    fn limited(&self, bytes: u64) -> u64 {
+        bytes.min(self.limit_bytes.unwrap_or(u64::MAX))
+    }
+}
+
+impl Drop for LockedRoom {
+    fn drop(&mut self) {
+        self.book.file_bytes.fetch_sub(*self.file_bytes.get_mut(), Relaxed);
+        self.book.held_bytes.fetch_sub(*self.held_bytes.get_mut(), Relaxed);
+    }
+}
+
+impl Book {
+    fn of(root: SystemRoot) -> Arc<Self> {
+        let mut books = BOOKS.lock();
+        books.retain(|book| book.strong_count() > 0);
+        if let Some(open) = books.iter().filter_map(Weak::upgrade).find(|book| book.root == root) {
+            return open;
+        }
+        let (held_bytes, file_bytes, seen, told) = Default::default();
+        let book = Arc::new(Self { root, held_bytes, file_bytes, seen, told });
+        books.push(Arc::downgrade(&book));
+        book
     }
 
     fn look(&self) -> Seen {
@@ -101,7 +216,8 @@ impl LockedRoom {
     }
 
     fn read(&self) -> Seen {
-        let held = self.held_bytes();
+        // File pages are room as the system counts it, held or not.
+        let held = self.held_bytes.load(Relaxed).saturating_sub(self.file_bytes.load(Relaxed));
         let read = || -> Result<Seen> {
             let memory = SystemMemory::read(&self.root)?;
             let margin = memory.default_margin_bytes();
@@ -110,17 +226,13 @@ impl LockedRoom {
                 Some(percent) => percent >= PRESSURE_PERCENT,
                 None => memory.available_bytes < margin,
             };
-            let allowance = memory.allowance(held, margin).bytes;
-            let allowance_bytes = self.limit_bytes.map_or(allowance, |limit| limit.min(allowance));
-            Ok(Seen { allowance_bytes, is_short })
+            Ok(Seen { allowance_bytes: memory.allowance(held, margin).bytes, is_short })
         };
         read().unwrap_or_else(|error| {
             if !self.told.swap(true, Relaxed) {
                 log::warn!("little memory is page-locked, what the system has is unknown: {error}");
             }
-            let allowance_bytes =
-                self.limit_bytes.map_or(UNKNOWN_BYTES, |it| it.min(UNKNOWN_BYTES));
-            Seen { allowance_bytes, is_short: true }
+            Seen { allowance_bytes: UNKNOWN_BYTES, is_short: true }
         })
     }
 }
@@ -157,9 +269,46 @@ mod tests {
         assert!(!room.try_hold(1) && room.held_bytes() == 2 * GIB);
         room.release(MIB);
         assert!(room.try_hold(MIB));
+        drop(room);
         let small = LockedRoom::new(SystemRoot::new(folder.path()), Some(MIB));
         assert_eq!((small.allowance_bytes(), small.hold_some(9, MIB)), (MIB, 1));
         let unknown = LockedRoom::new(SystemRoot::new("/nonexistent"), None);
         assert_eq!((unknown.allowance_bytes(), unknown.is_short()), (UNKNOWN_BYTES, true));
+    }
+
+    #[test]
+    fn rooms_of_one_system_share_its_memory() {
+        let folder = tempfile::tempdir().unwrap();
+        std::fs::create_dir(folder.path().join("proc")).unwrap();
+        let text = "MemTotal: 33554432 kB\nMemAvailable: 4194304 kB\n";
+        std::fs::write(folder.path().join("proc/meminfo"), text).unwrap();
+        let room = |limit| LockedRoom::new(SystemRoot::new(folder.path()), limit);
+        let (first, second) = (room(None), room(Some(GIB)));
+        assert!(first.try_hold(3 * GIB / 2));
+        assert_eq!((second.allowance_bytes(), second.spare_bytes()), (GIB / 2, GIB / 2));
+        assert!(!second.try_hold(GIB / 2 + 1) && second.try_hold(GIB / 2));
+        assert_eq!((first.held_bytes(), second.process_bytes()), (3 * GIB / 2, 2 * GIB));
+        assert!(!first.try_hold(1) && !first.try_hold_unasked(1));
+        assert_eq!((first.excess_bytes(), second.excess_bytes()), (0, 0));
+        drop(first);
+        assert_eq!((second.process_bytes(), second.allowance_bytes()), (GIB / 2, GIB));
+        let other = LockedRoom::new(SystemRoot::new("/nonexistent"), None);
+        assert_eq!(other.process_bytes(), 0);
+    }
+
+    #[test]
+    fn file_pages_count_but_are_no_memory_of_ours() {
+        let folder = tempfile::tempdir().unwrap();
+        std::fs::create_dir(folder.path().join("proc")).unwrap();
+        let text = "MemTotal: 33554432 kB\nMemAvailable: 4194304 kB\n";
+        std::fs::write(folder.path().join("proc/meminfo"), text).unwrap();
+        let room = LockedRoom::new(SystemRoot::new(folder.path()), None);
+        assert!(room.try_hold_as(Held::FilePages, GIB) && room.try_hold(GIB));
+        assert!(!room.try_hold(1));
+        // The system counts the file pages among what it can give out, so they are not added.
+        *room.book.seen.lock() = None;
+        assert_eq!((room.allowance_bytes(), room.excess_bytes()), (3 * GIB, 0));
+        room.release_as(Held::FilePages, GIB);
+        assert_eq!(room.process_bytes(), GIB);
     }
 }

@@ -25,6 +25,7 @@ use vbar::{Error, Result};
 
 use crate::world::{DEVICE, P, ROOMY, options};
 
+mod book;
 mod cases;
 mod host_memory;
 

@@ -425,7 +425,10 @@ impl Pager {
             }
             (Take::Free(frame), _) if lost => state.frames.quarantine(*frame),
             (Take::Free(frame), _) => state.frames.put_free(*frame, claim.users.clone()),
-            (Take::Create, None) => state.frames_of(claim.backing).cancel_creating(1),
+            (Take::Create, None) => {
+                state.frames_of(claim.backing).cancel_creating(1);
+                self.release_room(claim.backing);
+            }
             (Take::Create, Some(frame)) if lost => state.frames_of(claim.backing).quarantine(frame),
             (Take::Create, Some(frame)) => {
                 let handle = state.frames_of(claim.backing).remove(frame);
@@ -466,6 +469,7 @@ impl Pager {
         let span = self.span(Kind::Release).bytes(self.page_bytes());
         let Err(error) = self.device.retry(|| self.device.driver.mem_release(handle)) else {
             drop(span);
+            self.release_room(backing);
             self.trace_memory();
             return true;
         };
@@ -473,6 +477,13 @@ impl Pager {
         self.device.note(error.into());
         self.state.lock().frames_of(backing).quarantine_handle(handle);
         false
+    }
+
+    /// A frame of the host is no longer held.
+    fn release_room(&self, backing: Backing) {
+        if backing == Backing::Host {
+            self.host.room.release(self.page_bytes());
+        }
     }
 
     /// An evicted page whose mapping cannot be removed: its addresses are lost.

@@ -18,7 +18,8 @@ impl Pager {
         if let Some(filler) = &*filler {
             return Ok(Arc::clone(filler));
         }
-        let made = Arc::new(Filler::new(Arc::clone(&self.device))?);
+        let made =
+            Arc::new(Filler::with_room(Arc::clone(&self.device), Arc::clone(&self.host.room))?);
         made.set_threads(*reading);
         *filler = Some(Arc::clone(&made));
         Ok(made)

@@ -24,7 +24,8 @@ use crate::counters;
 use crate::driver::{CaptureState, DeviceAttribute, FrameHandle, HostNode};
 use crate::error::Result;
 use crate::host::mounts::SystemRoot;
-use crate::host::spare::{HostRoom, SystemRoom};
+use crate::host::room::LockedRoom;
+use crate::host::spare::HostRoom;
 use crate::memory::page_table::{Page, PageState, Pin};
 use crate::memory::vbar::Bar;
 use crate::options::HostMapped;
@@ -41,7 +42,10 @@ pub(super) struct Host {
     node: Option<HostNode>,
     /// The driver has refused one for good.
     refused: AtomicBool,
-    room: Mutex<Arc<dyn HostRoom>>,
+    /// The runtime's part of the book of page-locked memory, in which its host frames are.
+    pub(super) room: Arc<LockedRoom>,
+    /// The program's own bound.
+    bound: Mutex<Option<Arc<dyn HostRoom>>>,
 }
 
 impl Host {
@@ -58,9 +62,8 @@ impl Host {
             log::warn!("device {} cannot map host memory: ranges are offloaded", device.ordinal);
         }
         let root = device.options.system_root.as_ref().map(SystemRoot::new).unwrap_or_default();
-        let room = SystemRoom::new(root, device.options.host_allowance);
-        let room = Mutex::new(Arc::new(room) as Arc<dyn HostRoom>);
-        Self { node, refused: AtomicBool::new(false), room }
+        let room = Arc::new(LockedRoom::new(root, device.options.host_allowance));
+        Self { node, refused: AtomicBool::new(false), room, bound: Mutex::new(None) }
     }
 }
 
@@ -72,9 +75,9 @@ enum Plan {
 }
 
 impl Pager {
-    /// Sets who says how much host memory may be held, from now on.
+    /// Sets who bounds host frames, beside the system, from now on.
     pub fn set_host_room(&self, room: Arc<dyn HostRoom>) {
-        *self.host.room.lock() = room;
+        *self.host.bound.lock() = Some(room);
     }
 
     /// Makes a request readable that was refused device frames, its missing pages from the host's
@@ -157,7 +160,11 @@ impl Pager {
                 }
             }
         }
-        if !wanted.is_empty() && held + wanted.len() as u64 > allowed_pages {
+        let bytes = wanted.len() as u64 * self.page_bytes();
+        if !wanted.is_empty()
+            && (held + wanted.len() as u64 > allowed_pages
+                || !self.host.room.try_hold_unasked(bytes))
+        {
             return Ok(Plan::Refuse);
         }
         state.host_frames.start_creating(wanted.len() as u32);
@@ -166,9 +173,14 @@ impl Pager {
 
     /// Pages of host frames that may be held in all.
     fn allowed_host_pages(&self) -> u64 {
-        let held = self.state.lock().host_frames.held();
-        let room = Arc::clone(&*self.host.room.lock());
-        room.allowed_bytes(u64::from(held) * self.page_bytes()) / self.page_bytes()
+        let held = u64::from(self.state.lock().host_frames.held()) * self.page_bytes();
+        let room = &self.host.room;
+        // What is above the allowance goes from the page-locked cache first, as far as that goes.
+        let excess = room.excess_bytes().saturating_sub(room.held_bytes().saturating_sub(held));
+        let allowed = (held + room.spare_bytes()).saturating_sub(excess);
+        let bound = self.host.bound.lock().clone();
+        let bound = bound.map_or(u64::MAX, |bound| bound.allowed_bytes(held));
+        allowed.min(bound) / self.page_bytes()
     }
 
     /// A new host frame. What the driver will not give is told once, and is no error of the

@@ -230,7 +230,8 @@ impl Round<'_> {
         while done < entry.bytes {
             let bytes = (entry.bytes - done).min(self.layout.chunk_bytes);
             let length = bytes as usize;
-            let mut slot = self.staging.take(device)?;
+            let slot = self.staging.take(device)?;
+            let mut slot = slot.expect("a ring of its own keeps its slots");
             let memory = slot.memory();
             file.read_exact_at(entry.offset + done, &mut memory.bytes_mut()[..length])?;
             memory.copy_to_device(0..length, chunk, stream)?;
