@@ -38,7 +38,9 @@
    vmm=FLAG                  virtual memory management works; 1
    host_vmm=FLAG             host frames can be mapped, as since CUDA 12.9; 1
    ctx_event=FLAG            cuCtxRecordEvent works, as since CUDA 12.5; 1
+   read_only=FLAG            pages of files can be registered; 0
    checked=FLAG              peeks and sources of copies are checked for races too; 0
+   hang=VERB                 calls of it do not return, as mem_release; none
    on_violation=lose|record  what a breach does to the device; lose
    fail_rate=NUMBER          probability of memory, copy and event calls to fail; 0
    fail=VERB:N:CODE          the N-th call from 1 fails, as mem_map:3:2; none

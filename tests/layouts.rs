@@ -238,6 +238,8 @@ fn constants_have_the_numbers_of_the_header() {
     }
     assert_eq!(sys::CU_MEMHOSTALLOC_PORTABLE, header::CU_MEMHOSTALLOC_PORTABLE);
     assert_eq!(sys::CU_MEMHOSTREGISTER_PORTABLE, header::CU_MEMHOSTREGISTER_PORTABLE);
+    // CUDA 11.1.
+    assert_eq!(sys::CU_MEMHOSTREGISTER_READ_ONLY, 8);
     // CUDA 11.3: CUuserObject_flags and CUuserObjectRetain_flags.
     assert_eq!(sys::CU_USER_OBJECT_NO_DESTRUCTOR_SYNC, 1);
     assert_eq!(sys::CU_GRAPH_USER_OBJECT_MOVE, 1);

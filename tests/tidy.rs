@@ -74,6 +74,7 @@ const UNSAFE: &[&str] = &[
     "src/ffi/value.rs",
     "src/ffi/wait.rs",
     "src/sync/clock.rs",
+    "src/host/file_pages.rs",
     "src/host/locked.rs",
     "src/host/pageable.rs",
     "src/driver/mod.rs",

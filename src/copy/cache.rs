@@ -19,7 +19,7 @@ use crate::sync::ticket::Ticket;
 use crate::sync::{AtomicBool, Mutex, Relaxed};
 
 /// A window that nothing was put into for so long is not needed.
-const IDLE_TIME: Duration = Duration::from_secs(1);
+pub(super) const IDLE_TIME: Duration = Duration::from_secs(1);
 
 /// Which bytes: a VBAR, and which of its slots' worths from the start.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]

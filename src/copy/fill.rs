@@ -1,8 +1,9 @@
 //! Fill jobs: which bytes of which files go where, and the filler that carries them out.
 //!
 //! A job is enqueued on the fill stream and ends in one ready ticket; it never waits for its own
-//! copies. Bytes come from the page-locked cache, or from files by way of the staging ring: read by
-//! the caller's thread, or, where the runtime has threads, by several that run ahead of the copies.
+//! copies. Bytes come from the page-locked cache, from registered pages of a file, or from files by
+//! way of the staging ring: read by the caller's thread, or, where the runtime has threads, by
+//! several that run ahead of the copies.
 //! What the memory of the host allows is asked of `host/room`; where none can be locked, bytes go
 //! through ordinary memory, piece by piece, and the program is none the wiser. `Raw` is the only
 //! encoding: the seam where weights that are packed or quantised in the file will be decoded on the
@@ -16,16 +17,18 @@ use crate::copy::cache::{Cache, Key, Surplus};
 use crate::copy::gpu_clock::GpuClock;
 use crate::copy::pipeline::Pipeline;
 use crate::copy::readers::Readers;
+use crate::copy::registered::Registered;
 use crate::copy::staging::Staging;
 use crate::driver::DriverCode;
 use crate::error::{Error, Result};
 use crate::host::bound::Bound;
 use crate::host::direct::ALIGNMENT_MAX;
+use crate::host::file_pages::FileWindow;
 use crate::host::locked::{self, LockedSlot};
 use crate::host::mounts::SystemRoot;
 use crate::host::reading::Reading;
 use crate::host::room::LockedRoom;
-use crate::options::Threads;
+use crate::options::{Prefer, Threads};
 use crate::outcome::WaitKind;
 use crate::process;
 use crate::sync::device::Device;
@@ -80,6 +83,16 @@ pub struct LockedBytes {
     pub ring_bytes: u64,
     /// The page-locked cache, windows without use included.
     pub cache_bytes: u64,
+    /// Registered pages of files: they would be in memory without, and could be dropped.
+    pub registered_bytes: u64,
+}
+
+impl LockedBytes {
+    /// All of them.
+    #[must_use]
+    pub fn sum(&self) -> u64 {
+        self.ring_bytes + self.cache_bytes + self.registered_bytes
+    }
 }
 
 /// Carries out fill jobs on a stream of its own.
@@ -87,6 +100,7 @@ pub struct Filler {
     pub(super) device: Arc<Device>,
     pub(super) staging: Staging,
     pub(super) cache: Arc<Cache>,
+    pub(super) registered: Registered,
     pub(super) stream: Stream,
     room: Arc<LockedRoom>,
     pub(super) slot: StreamSlot,
@@ -133,8 +147,10 @@ impl Filler {
         let threads = options.threads.unwrap_or_default();
         let (staging, told) = make_ring(&device, &room, count, slot_bytes as usize);
         let cache = Cache::new(Arc::clone(&device), Arc::clone(&room), slot_bytes as usize);
+        let registered = Registered::new(Arc::clone(&device), Arc::clone(&room));
         let filler = Self {
             staging,
+            registered,
             cache: Arc::new(cache),
             stream,
             room,
@@ -159,15 +175,14 @@ impl Filler {
     /// Page-locked bytes that the filler holds, in all.
     #[must_use]
     pub fn locked_bytes(&self) -> u64 {
-        let LockedBytes { ring_bytes, cache_bytes } = self.locked();
-        ring_bytes + cache_bytes
+        self.locked().sum()
     }
 
     /// Page-locked bytes by what holds them.
     #[must_use]
     pub fn locked(&self) -> LockedBytes {
         let (ring_bytes, cache_bytes) = (self.staging.locked_bytes(), self.cache.bytes());
-        LockedBytes { ring_bytes, cache_bytes }
+        LockedBytes { ring_bytes, cache_bytes, registered_bytes: self.registered.bytes() }
     }
 
     /// Page-locked bytes that may be held now; the system is asked at most each 100 ms.
@@ -238,29 +253,52 @@ impl Filler {
     pub fn forget(&self, bar: u32, pages: Range<u32>) {
         let parts = self.device.options.page_size.bytes() / self.part_bytes();
         let parts = u64::from(pages.start) * parts..u64::from(pages.end) * parts;
-        self.cache.forget(bar, parts);
+        self.cache.forget(bar, parts.clone());
+        self.registered.forget(bar, parts);
+    }
+
+    /// Pages, by VBAR and number, that got bytes of a file which had changed by the time that they
+    /// were copied: they are not to be used. A page that cannot be taken off the device now is told
+    /// again after [`Filler::put_stale`].
+    #[must_use]
+    pub fn take_stale(&self) -> Vec<(u32, u32)> {
+        self.registered.take_stale()
+    }
+
+    /// See [`Filler::take_stale`].
+    pub fn put_stale(&self, pages: Vec<(u32, u32)>) {
+        self.registered.put_stale(pages);
     }
 
     /// Gives page-locked memory back where it is time to: what is held above the allowance, where
     /// the system is short of memory, and windows without use once nothing was filled for a second.
-    /// A few windows a call, each of which waits for the device and stops launches meanwhile: for a
-    /// thread that nobody waits for, and while pages stream only where it must be.
+    /// Else registers pages of files that are worth it. A few windows a call, each of which waits
+    /// for the device or stops launches: for a thread that nobody waits for, and while pages stream
+    /// only where it must be.
     ///
     /// # Errors
     /// What the driver says when the context is entered.
     pub fn housekeep(&self) -> Result<()> {
+        self.registered.check_copies();
         let above = self.room.excess_bytes() > 0;
         let surplus = match above || self.room.is_short() {
             true => Surplus::Any,
-            false if self.busy_at.lock().elapsed() < QUIET_TIME => return Ok(()),
+            false if self.busy_at.lock().elapsed() < QUIET_TIME => {
+                self.registered.advance(&self.cache);
+                return Ok(());
+            }
             false => Surplus::LongIdle,
         };
-        let mut windows = self.cache.take_out(surplus, WINDOWS_A_CALL);
-        if above && windows.is_empty() {
+        // File pages first: they stay in memory as long as nobody needs it.
+        let pages = self.registered.take_out(surplus, WINDOWS_A_CALL);
+        let mut windows = self.cache.take_out(surplus, WINDOWS_A_CALL - pages.len());
+        if above && windows.is_empty() && pages.is_empty() {
             // To the last slot: without any, bytes go through ordinary memory.
             windows = self.staging.take_out(&self.device, WINDOWS_A_CALL, 0)?;
         }
-        self.give_back(windows).map(drop)
+        let given_back = self.give_back(windows, pages).map(drop);
+        self.registered.advance(&self.cache);
+        given_back
     }
 
     /// Gives page-locked memory back until `target_bytes` are held, or what is left is in use; one
@@ -272,23 +310,27 @@ impl Filler {
         let window_bytes = self.staging.slot_bytes() as u64;
         let excess = self.locked_bytes().saturating_sub(target_bytes);
         let count = excess.div_ceil(window_bytes) as usize;
+        let pages = self.registered.take_out(Surplus::Any, count);
+        let missing = excess.saturating_sub(pages.iter().map(FileWindow::bytes).sum());
+        let count = missing.div_ceil(window_bytes) as usize;
         let mut windows = self.cache.take_out(Surplus::Any, count);
         let missing = count - windows.len();
         windows.extend(self.staging.take_out(&self.device, missing, 1)?);
-        self.give_back(windows)
+        self.give_back(windows, pages)
     }
 
-    fn give_back(&self, windows: Vec<LockedSlot>) -> Result<u64> {
-        if windows.is_empty() {
+    fn give_back(&self, windows: Vec<LockedSlot>, pages: Vec<FileWindow>) -> Result<u64> {
+        if windows.is_empty() && pages.is_empty() {
             return Ok(0);
         }
-        let bytes = windows.iter().map(|window| window.len() as u64).sum();
+        let bytes: u64 = windows.iter().map(|window| window.len() as u64).sum();
         let scope = self.device.enter();
         let wait = self.device.wait(WaitKind::Register);
         // Without the context the driver refuses, and the memory is left to it.
         drop(windows);
-        drop(wait);
         self.room.release(bytes);
+        let bytes = bytes + self.registered.give_back(pages);
+        drop(wait);
         scope.map(|_scope| bytes)
     }
 
@@ -303,8 +345,16 @@ impl Filler {
 
     /// The way that a model's files are read.
     pub(super) fn reading(&self, bound: &Bound) -> Reading {
-        let prefer = bound.prefer().unwrap_or(self.device.options.prefer);
-        Reading::of(prefer, || bound.file_bytes() <= self.room.allowance_bytes())
+        Reading::of(self.prefer(bound), || self.fits(bound))
+    }
+
+    pub(super) fn prefer(&self, bound: &Bound) -> Prefer {
+        bound.prefer().unwrap_or(self.device.options.prefer)
+    }
+
+    /// Whether a model is no more than the host can spare.
+    pub(super) fn fits(&self, bound: &Bound) -> bool {
+        bound.file_bytes() <= self.room.allowance_bytes()
     }
 
     /// Memory was not locked: told once a runtime.
@@ -345,7 +395,7 @@ impl Filler {
 /// Registers memory on a thread of the library's own.
 pub(super) fn register(
     device: &Device,
-    register: impl Fn() -> crate::driver::DriverResult<()>,
+    register: impl FnMut() -> crate::driver::DriverResult<()>,
 ) -> Result<()> {
     let _work = process::work().ok_or_else(|| {
         Error::new(crate::error::ErrorCode::ProcessEnding, "the process is ending")
@@ -398,8 +448,10 @@ impl Drop for Filler {
         }
         // The threads first: what they read may be in the ring or in windows.
         self.set_threads(Threads::Off);
+        self.registered.shut(&self.cache);
         if self.device.is_lost() {
             std::mem::forget(self.cache.take_out(Surplus::All, usize::MAX));
+            std::mem::forget(self.registered.take_out(Surplus::All, usize::MAX));
             return;
         }
         // Whoever closes has waited for the context: this ends at once.
@@ -408,6 +460,7 @@ impl Drop for Filler {
             self.device.driver.stream_synchronize(self.stream)?;
             self.clock.close(&self.device);
             drop(self.cache.take_out(Surplus::All, usize::MAX));
+            self.registered.give_back(self.registered.take_out(Surplus::All, usize::MAX));
             drop(std::mem::replace(&mut self.staging, Staging::empty(0)));
             self.device.driver.stream_destroy(self.stream).map_err(Error::from)
         };

@@ -11,22 +11,24 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::copy::cache::WindowLease;
+use crate::copy::cache::{Key, WindowLease};
 use crate::copy::fill::{FillJob, Filler, Keep, register};
 use crate::copy::gpu_clock::CopyTold;
 use crate::copy::readers::Readers;
-use crate::copy::span::{After, PieceRead, Span, SpanRead, count, pieces};
+use crate::copy::registered::Copied;
+use crate::copy::span::{After, PieceRead, Source, Span, SpanRead, count, pieces};
 use crate::copy::staging::StagingSlot;
 use crate::counters;
-use crate::driver::{DriverCode, DriverError};
+use crate::driver::{DriverCode, DriverError, DriverResult};
 use crate::error::{Error, ErrorCode, Result};
 use crate::host::bound::Bound;
+use crate::host::file_pages::FileWindow;
 use crate::host::locked::LockedSlot;
 use crate::host::pageable::PageableMemory;
 use crate::outcome::WaitKind;
 use crate::sync::ticket::Ticket;
 use crate::trace::{self, Kind};
-use crate::units::MIB;
+use crate::units::{DeviceAddress, MIB};
 
 /// Spans that are begun before the first of them has ended.
 const AHEAD_MAX: usize = 16;
@@ -50,6 +52,8 @@ pub struct Pipeline<'a> {
 enum Begun {
     /// There are none.
     Nothing,
+    /// In registered pages of their file.
+    Registered(Arc<FileWindow>),
     /// In the page-locked cache.
     Cached(WindowLease),
     /// On their way there.
@@ -183,11 +187,15 @@ impl<'a> Pipeline<'a> {
         }
         let (filler, job) = (self.filler, &self.jobs[span.job]);
         let key = filler.key(job.bar, span.bytes.start);
+        if let Some(window) = self.find_registered(span, key) {
+            return Ok(Some(Begun::Registered(window)));
+        }
         if let Some(window) = filler.cache.find(key) {
             return Ok(Some(Begun::Cached(window)));
         }
         if job.keep == Keep::Locked
             && self.readers.is_some()
+            && !self.is_left_in_page_cache(span)
             && let Some(window) = filler.cache.window_for(key)
         {
             return Ok(Some(self.read(span, &job.bound, Place::Window(window))));
@@ -209,6 +217,23 @@ impl<'a> Pipeline<'a> {
             (Some(slot), _) => slot,
         };
         Ok(Some(self.read(span, &job.bound, Place::Slot(slot))))
+    }
+
+    /// The window of a span whose pages are registered. Without threads nobody would look after
+    /// its copies.
+    fn find_registered(&self, span: &Span, key: Key) -> Option<Arc<FileWindow>> {
+        self.readers.as_ref()?;
+        let source = span.source()?;
+        let file = self.jobs[span.job].bound.file(source.file);
+        self.filler.registered.find(key, file, &source.bytes)
+    }
+
+    /// Whether a span's bytes are, or come to be, registered where they are.
+    fn is_left_in_page_cache(&self, span: &Span) -> bool {
+        let (filler, bound) = (self.filler, &self.jobs[span.job].bound);
+        let Some(source) = span.source() else { return false };
+        let fits = || filler.fits(bound);
+        filler.registered.claims(bound.file(source.file), filler.prefer(bound), fits)
     }
 
     /// Has a span read to its place.
@@ -266,6 +291,7 @@ impl<'a> Pipeline<'a> {
             Begun::Nothing => Ok(Ticket::NONE),
             Begun::Failed(error) => Err(error),
             Begun::Pageable => self.copy_pageable(span, bound),
+            Begun::Registered(window) => self.copy_registered(span, bound, &window),
             Begun::Cached(window) => self.copy_cached(span, bound, window),
             Begun::Reading { place, read, pad } => {
                 if let Err(error) = self.wait(&read) {
@@ -291,6 +317,40 @@ impl<'a> Pipeline<'a> {
             }
             self.begin_more(Hurry::No);
         }
+    }
+
+    fn copy_registered(
+        &self,
+        span: &Span,
+        bound: &Bound,
+        window: &Arc<FileWindow>,
+    ) -> Result<Ticket> {
+        span.check_unchanged(bound)?;
+        let (filler, job) = (self.filler, &self.jobs[span.job]);
+        let runs = span.source().map_or_else(Vec::new, |source| source.runs);
+        let mut is_begun = false;
+        let (mut ticket, copied) = self.enqueue(span, |target| {
+            runs.iter().try_for_each(|run| {
+                let target = target.offset(run.target - span.bytes.start);
+                let bytes = run.source..run.source + run.bytes;
+                window.copy_to_device(&bytes, target, filler.stream)?;
+                is_begun = true;
+                Ok(())
+            })
+        });
+        if ticket.is_none() && is_begun {
+            // Some are enqueued, and the window is not given back before they are done.
+            ticket = filler.fence().unwrap_or_else(|_| filler.device.fences.unrecorded_stamp());
+        }
+        if !ticket.is_none() {
+            let (page, file) = ((job.bar, job.page), Arc::clone(window.file()));
+            let key = filler.key(job.bar, span.bytes.start);
+            filler.registered.note_copy(key, window, Copied { ticket, page, file });
+        }
+        if copied.is_ok() {
+            counters::add(&filler.device.counters.sources.registered, span.len() as u64);
+        }
+        copied
     }
 
     fn copy_cached(&self, span: &Span, bound: &Bound, mut window: WindowLease) -> Result<Ticket> {
@@ -330,7 +390,10 @@ impl<'a> Pipeline<'a> {
         let (free_at, copied) = self.copy(span, place.memory(), pad);
         let is_locked = place.memory().is_locked();
         match place {
-            Place::Slot(slot) => slot.give_back(free_at),
+            Place::Slot(slot) => {
+                slot.give_back(free_at);
+                self.note_read(span, bound, read);
+            }
             Place::Window(window) if !is_locked => {
                 // Copied as ordinary memory is, which it stays: it goes when the copy is done.
                 match self.filler.wait() {
@@ -344,14 +407,34 @@ impl<'a> Pipeline<'a> {
         copied
     }
 
+    /// A span that is streamed again and again went through the ring.
+    fn note_read(&self, span: &Span, bound: &Bound, read: &SpanRead) {
+        let (filler, job) = (self.filler, &self.jobs[span.job]);
+        let Some(Source { file, bytes, .. }) = span.source() else { return };
+        if job.keep == Keep::Locked && self.readers.is_some() {
+            let (key, prefer) = (filler.key(job.bar, span.bytes.start), filler.prefer(bound));
+            let source = (bound.file(file), bytes);
+            filler.registered.note_read(key, source, prefer, read.disk_bytes());
+        }
+    }
+
     /// Enqueues a span's copy. Returns when its memory is free again, too.
     fn copy(&self, span: &Span, memory: &mut LockedSlot, pad: usize) -> (Ticket, Result<Ticket>) {
+        let (stream, length) = (self.filler.stream, span.len());
+        self.enqueue(span, |target| memory.copy_to_device(pad..pad + length, target, stream))
+    }
+
+    /// Enqueues a span's copy as `copy` does it. Returns when its memory is free again, too.
+    fn enqueue(
+        &self,
+        span: &Span,
+        mut copy: impl FnMut(DeviceAddress) -> DriverResult<()>,
+    ) -> (Ticket, Result<Ticket>) {
         let (filler, length) = (self.filler, span.len());
         let target = self.jobs[span.job].base.offset(span.bytes.start);
         let _traced = self.trace_copy(span);
         let start = filler.clock.begin(&filler.device, filler.stream);
-        let copy = || memory.copy_to_device(pad..pad + length, target, filler.stream);
-        if let Err(error) = filler.device.retry(copy) {
+        if let Err(error) = filler.device.retry(|| copy(target)) {
             return (Ticket::NONE, Err(filler.device.note(error.into())));
         }
         filler.clock.end(&filler.device, filler.stream, start, self.told(span));

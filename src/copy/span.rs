@@ -11,12 +11,13 @@ use std::time::Duration;
 use crate::counters::{self, Sources};
 use crate::error::{Error, ErrorCode, Result};
 use crate::host::bound::Bound;
+use crate::host::file_pages::WINDOW_BYTES_MAX;
 use crate::host::locked::LentPart;
 use crate::host::reading::Reading;
 use crate::host::source::ModelFile;
 use crate::model::binding::{Encoding, Segment};
 use crate::sync::device::Device;
-use crate::sync::{AtomicBool, Condvar, Mutex, Relaxed};
+use crate::sync::{AtomicBool, AtomicU64, Condvar, Mutex, Relaxed};
 use crate::trace::{self, Kind};
 use crate::units::{MIB, align_up};
 
@@ -24,6 +25,10 @@ use crate::units::{MIB, align_up};
 const PIECE_BYTES: u64 = MIB;
 /// Gaps in a file that are read along rather than skipped by another call.
 const GAP_BYTES_MAX: u64 = 32 << 10;
+
+/// Copies straight from a file's pages are of this size at least, on the average, but for a few.
+const COPY_BYTES: u64 = 256 << 10;
+const COPIES_MIN: u64 = 16;
 
 /// See the module's text.
 pub(super) struct Span {
@@ -75,6 +80,20 @@ impl Span {
         files.into_iter().try_for_each(|file| bound.file(file).check_unchanged())
     }
 
+    /// Where its bytes lie in their file, if that is one, they lie close together, and few copies
+    /// bring them: what one window of the file's pages can stand for.
+    pub(super) fn source(&self) -> Option<Source> {
+        let runs = runs(&self.segments);
+        let file = runs.first()?.file;
+        let start = runs.iter().map(|run| run.source).min()?;
+        let end = runs.iter().map(|run| run.source + run.bytes).max()?;
+        let (length, bytes) = (self.len() as u64, end - start);
+        let is_close = bytes <= WINDOW_BYTES_MAX.min(2 * length);
+        let is_quick = runs.len() as u64 <= COPIES_MIN + length / COPY_BYTES;
+        let is_one = runs.iter().all(|run| run.file == file);
+        (is_close && is_quick && is_one).then_some(Source { file, bytes: start..end, runs })
+    }
+
     /// Room to leave before the span in its slot, so that its largest run of bytes lies there as
     /// it does in the file, for reads of multiples of `alignment`.
     pub(super) fn pad(&self, alignment: u64) -> usize {
@@ -86,13 +105,21 @@ impl Span {
     }
 }
 
+/// Where a span's bytes are in their file.
+pub(super) struct Source {
+    pub(super) file: usize,
+    /// From the first of them to the last.
+    pub(super) bytes: Range<u64>,
+    pub(super) runs: Vec<Run>,
+}
+
 /// Bytes that lie together in a file and in the VBAR.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-struct Run {
+pub(super) struct Run {
     file: usize,
-    source: u64,
-    target: u64,
-    bytes: u64,
+    pub(super) source: u64,
+    pub(super) target: u64,
+    pub(super) bytes: u64,
 }
 
 /// Segments joined where one read does for several.
@@ -150,6 +177,8 @@ pub(super) struct SpanRead {
     done: Condvar,
     /// Nobody wants the bytes any more.
     given_up: AtomicBool,
+    /// Bytes that came from the disk.
+    disk_bytes: AtomicU64,
 }
 
 struct State {
@@ -181,7 +210,13 @@ impl SpanRead {
             left: None,
         };
         let (state, done) = (Mutex::new(state), Condvar::new());
-        Arc::new(Self { state, done, given_up: AtomicBool::new(false) })
+        let (given_up, disk_bytes) = Default::default();
+        Arc::new(Self { state, done, given_up, disk_bytes })
+    }
+
+    /// Bytes that came from the disk.
+    pub(super) fn disk_bytes(&self) -> u64 {
+        self.disk_bytes.load(Relaxed)
     }
 
     /// Waits for the end, not longer than told. Returns whether it has come.
@@ -267,6 +302,7 @@ impl PieceRead {
         let read = read.bytes(target.len() as u64);
         let bytes = self.file.read_by(self.reading, self.source, target)?;
         drop(read.detail(bytes.word()));
+        self.span.disk_bytes.fetch_add(bytes.disk, Relaxed);
         count(&self.device.counters.sources, bytes);
         Ok(())
     }

@@ -217,13 +217,27 @@ pub trait Driver: Send + Sync + 'static {
     unsafe fn mem_free_host(&self, memory: NonNull<u8>) -> DriverResult<()>;
     /// `cuMemHostRegister`, portable, of ordinary anonymous memory: page-locked from now on, until
     /// it is unregistered. Stops launches for as long as it takes, about 1 ms for 16 MiB that have
-    /// been touched. `HOST_MEMORY_ALREADY_REGISTERED` for a range that touches another.
+    /// been touched. `HOST_MEMORY_ALREADY_REGISTERED` for a range that touches another,
+    /// `INVALID_VALUE` for pages of a file.
     ///
     /// # Safety
     /// `memory` points to `bytes` mapped, readable and writable bytes that stay mapped until they
     /// are unregistered.
     #[expect(unsafe_code, reason = "the driver locks host memory behind a raw pointer")]
     unsafe fn mem_host_register(&self, memory: NonNull<u8>, bytes: usize) -> DriverResult<()>;
+    /// `cuMemHostRegister`, portable and read-only, of a shared mapping of a file's pages, which
+    /// the device reads from then on and nobody may write through; they stay in memory, whatever
+    /// becomes of the file. As [`Driver::mem_host_register`] otherwise; `NOT_SUPPORTED` without the
+    /// attribute. A *private* mapping of a file does not come back for minutes.
+    ///
+    /// # Safety
+    /// `memory` points to `bytes` mapped bytes that stay mapped until they are unregistered.
+    #[expect(unsafe_code, reason = "the driver locks host memory behind a raw pointer")]
+    unsafe fn mem_host_register_read_only(
+        &self,
+        memory: NonNull<u8>,
+        bytes: usize,
+    ) -> DriverResult<()>;
     /// `cuMemHostUnregister` of a whole registered range, by its start. Waits for the device.
     /// `HOST_MEMORY_NOT_REGISTERED` for anything else. No copy of it is pending.
     fn mem_host_unregister(&self, memory: NonNull<u8>) -> DriverResult<()>;

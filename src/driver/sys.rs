@@ -112,6 +112,7 @@ pub mod constants {
     pub const CU_MEM_ALLOC_GRANULARITY_MINIMUM: c_uint = 0;
     pub const CU_MEMHOSTALLOC_PORTABLE: c_uint = 1;
     pub const CU_MEMHOSTREGISTER_PORTABLE: c_uint = 1;
+    pub const CU_MEMHOSTREGISTER_READ_ONLY: c_uint = 8;
     pub const CU_STREAM_NON_BLOCKING: c_uint = 1;
     pub const CU_EVENT_DEFAULT: c_uint = 0;
     pub const CU_EVENT_DISABLE_TIMING: c_uint = 2;

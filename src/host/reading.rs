@@ -10,7 +10,7 @@ use std::io;
 use std::ops::Range;
 use std::os::fd::AsRawFd;
 
-use rustix::fs::{Advice, FlockOperation, fadvise, flock};
+use rustix::fs::{Advice, FlockOperation, fadvise, flock, fstatfs};
 
 use crate::error::Result;
 use crate::host::direct::DirectFile;
@@ -86,14 +86,23 @@ impl ModelFile {
         if rest.is_empty() {
             return Ok(bytes);
         }
-        bytes.disk = rest.len() as u64;
-        let at = offset + done as u64;
+        let (length, at) = (rest.len() as u64, offset + done as u64);
         if reading.may_be_direct() && self.read_direct(at, rest)? {
-            bytes.direct = bytes.disk;
-        } else {
-            self.read_exact_at(at, rest)?;
+            (bytes.disk, bytes.direct) = (length, length);
+            return Ok(bytes);
+        }
+        self.read_exact_at(at, rest)?;
+        match self.lies_in_memory() {
+            true => bytes.page_cache += length,
+            false => bytes.disk = length,
         }
         Ok(bytes)
+    }
+
+    /// Whether its file system is one in memory, which cannot be asked what would not wait.
+    fn lies_in_memory(&self) -> bool {
+        let magic = self.descriptor().and_then(|file| fstatfs(file).ok());
+        magic.is_some_and(|it| matches!(it.f_type as u64 & 0xFFFF_FFFF, 0x0102_1994 | 0x8584_58F6))
     }
 
     /// What is in the page cache, from the first byte on.
@@ -144,6 +153,13 @@ impl ModelFile {
         let length = std::num::NonZeroU64::new(range.end - range.start);
         // Advice: where it is not taken the pages stay.
         let _ = fadvise(file, range.start, length, Advice::DontNeed);
+    }
+
+    /// Whether this process alone has the file: it holds its lock, from the first such call until
+    /// the file is closed.
+    #[must_use]
+    pub fn is_ours(&self) -> bool {
+        self.lock.get_or_init(|| self.lock_file().ok()).is_some()
     }
 
     /// A description of one's own: a lock on the program's would be the program's.

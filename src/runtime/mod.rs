@@ -341,8 +341,8 @@ impl Runtime {
         self.pager().trim_host_frames()
     }
 
-    /// Sets who says how much host memory may be held in host frames, beside what the system says is
-    /// left.
+    /// Sets who says how much host memory may be held in host frames, beside what the system says
+    /// is left.
     pub fn set_host_room(&self, room: Arc<dyn HostRoom>) {
         self.pager().set_host_room(room);
     }

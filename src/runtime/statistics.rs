@@ -12,7 +12,7 @@ use crate::sync::Ordering;
 pub struct Statistics {
     /// Memory now.
     pub memory: MemoryNumbers,
-    /// Page-locked host bytes held.
+    /// Page-locked host bytes held, registered file pages among them.
     pub locked_bytes: u64,
     /// The same by what holds them.
     pub locked: LockedBytes,
@@ -60,7 +60,7 @@ impl Statistics {
         let locked = pager.locked();
         Self {
             memory: pager.numbers(),
-            locked_bytes: locked.ring_bytes + locked.cache_bytes,
+            locked_bytes: locked.sum(),
             locked,
             hits: counters.hits.sum(),
             misses: load(&counters.misses),

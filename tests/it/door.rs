@@ -52,6 +52,7 @@ pub(crate) fn check_door(driver: Arc<dyn Driver>, device: DeviceOrdinal) {
     host::check_host_frames(&rig);
     host::check_registered_memory(&rig);
     host::check_unregistering_waits(&rig);
+    host::check_registered_file(&rig);
     host::check_elapsed_time(&rig);
 
     driver.ctx_synchronize().expect("nothing is left that fails");

@@ -92,6 +92,58 @@ pub(super) fn check_registered_memory(rig: &Rig) {
     rig.destroy(&[stream], &[]);
 }
 
+/// Pages of a file, in memory where there is such a file system: read by the device as they are,
+/// also when the file has been cut short meanwhile.
+pub(super) fn check_registered_file(rig: &Rig) {
+    let driver = &rig.driver;
+    let attribute = DeviceAttribute::ReadOnlyHostRegisterSupported;
+    let supported = driver.device_get_attribute(rig.device, attribute).unwrap_or(0);
+    let folder = if std::path::Path::new("/dev/shm").is_dir() { "/dev/shm" } else { "/tmp" };
+    let mut file = tempfile::tempfile_in(folder).expect("a file");
+    let mut bytes = vec![0; 2 * LEN];
+    pattern(&mut bytes, 11);
+    std::io::Write::write_all(&mut file, &bytes).expect("its bytes");
+    let mapping = memmap2::MmapOptions::new().len(2 * LEN).map_raw_read_only(&file);
+    let mapping = mapping.expect("a mapping");
+    let at = NonNull::new(mapping.as_mut_ptr()).expect("a mapping is not at 0");
+    // SAFETY: the mapping stays until it is unregistered, here and below.
+    let register = |at: NonNull<u8>, bytes| unsafe {
+        driver.mem_host_register_read_only(at, bytes).map_err(|error| error.code)
+    };
+    if supported != 1 {
+        assert!(register(at, LEN).is_err(), "not told to be there");
+        return;
+    }
+    // SAFETY: as above.
+    assert!(unsafe { driver.mem_host_register(at, LEN) }.is_err(), "for writing too");
+    let second = NonNull::new(at.as_ptr().wrapping_add(LEN)).expect("not at 0");
+    register(at, LEN).expect("registering");
+    register(second, LEN).expect("registering the next");
+    assert_eq!(register(at, LEN), Err(DriverCode::HOST_MEMORY_ALREADY_REGISTERED));
+    let (pages, stream) = (rig.pages(2), rig.stream());
+    // SAFETY: the mapping stays until the stream has been waited for.
+    let copy = |from: NonNull<u8>, bytes| unsafe {
+        let copied = driver.memcpy_htod_async(pages.address, from.as_ptr(), bytes, stream);
+        copied.map_err(|error| error.code)
+    };
+    rig.write_late(pages.address, 16, 50, stream);
+    let begun = Instant::now();
+    copy(at, LEN).expect("a copy");
+    assert!(begun.elapsed() < Duration::from_millis(40), "the copy was waited for");
+    driver.stream_synchronize(stream).expect("its end");
+    assert_eq!(rig.read(pages.address, LEN, stream), bytes[..LEN]);
+    assert_eq!(copy(at, LEN + 1), Err(DriverCode::INVALID_VALUE), "across two");
+    // What is registered stays in memory.
+    file.set_len(0).expect("cutting it short");
+    copy(second, LEN).expect("a copy of what the file has no more");
+    driver.stream_synchronize(stream).expect("its end");
+    assert_eq!(rig.read(pages.address, LEN, stream), bytes[LEN..]);
+    unregister(rig, at).expect("unregistering");
+    unregister(rig, second).expect("unregistering the next");
+    rig.give_back(pages);
+    rig.destroy(&[stream], &[]);
+}
+
 pub(super) fn check_unregistering_waits(rig: &Rig) {
     let (pages, stream) = (rig.pages(1), rig.stream());
     let mut memory = memory();

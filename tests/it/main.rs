@@ -27,6 +27,7 @@ mod poison;
 mod pressure;
 mod program;
 mod refill;
+mod registered;
 mod reviewed;
 mod reviewed_life;
 mod scenarios;

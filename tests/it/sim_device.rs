@@ -60,7 +60,7 @@ fn the_door_is_kept_asynchronously() {
 
 #[test]
 fn the_door_is_kept_by_an_older_driver() {
-    let sim = sim("capacity=1G,ctx_event=0");
+    let sim = sim("capacity=1G,ctx_event=0,read_only=1");
     assert!(sim.version().unwrap() < 12_050);
     check_door(sim.clone(), DEVICE);
     check_clean(&sim);
@@ -77,7 +77,7 @@ fn the_door_is_kept_late_with_small_pages_and_on_the_second_device() {
 #[test]
 fn the_door_is_kept_in_seeded_order() {
     for seed in 0..4 {
-        let sim = sim(&format!("capacity=256M,granularity=64K,seed={seed}"));
+        let sim = sim(&format!("capacity=256M,granularity=64K,seed={seed},read_only=1"));
         check_door(sim.clone(), DEVICE);
         check_clean(&sim);
     }

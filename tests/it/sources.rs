@@ -28,6 +28,8 @@ use crate::world::{DEVICE, P, ROOMY, options};
 mod book;
 mod cases;
 mod host_memory;
+mod registered;
+mod registered_faults;
 
 /// A slot or a window: a page and room for the edges of direct reads.
 const UNIT: u64 = P + 4096;
@@ -89,11 +91,15 @@ enum Reader {
 
 impl Rig {
     fn new(pages: u64, options: RuntimeOptions, reader: Reader) -> Self {
-        let sim = Sim::new(SimOptions::parse(ROOMY).unwrap());
+        Self::on(ROOMY, TempDir::new().unwrap(), pages, options, reader)
+    }
+
+    /// On a device of its own kind, with the model in a folder.
+    fn on(sim: &str, folder: TempDir, pages: u64, options: RuntimeOptions, reader: Reader) -> Self {
+        let sim = Sim::new(SimOptions::parse(sim).unwrap());
         let context = sim.device_primary_ctx_retain(DEVICE).unwrap();
         sim.ctx_set_current(Some(context)).unwrap();
         let device = Arc::new(Device::new(sim.driver(), DEVICE, context, options));
-        let folder = TempDir::new().unwrap();
         let path = folder.path().join("model");
         let mut content = vec![0; (OFFSET + pages * P) as usize];
         pattern(&mut content, 7);

@@ -72,7 +72,8 @@ result cuMemSetAccess(uint64_t address, size_t bytes, const struct access *it, s
 }
 
 result cuMemHostRegister_v2(void *memory, size_t bytes, unsigned flags) {
-    return memory && bytes == 4096 && flags == 1 ? 0 : INVALID_VALUE;
+    return memory && bytes == (flags == 9 ? 8192 : 4096) && (flags == 1 || flags == 9)
+        ? 0 : INVALID_VALUE;
 }
 result cuMemHostUnregister(void *memory) { return memory ? 0 : INVALID_VALUE; }
 /* An event is its flags. */

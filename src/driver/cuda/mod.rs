@@ -404,6 +404,17 @@ impl Driver for Cuda {
         check("cuMemHostRegister", code)
     }
 
+    unsafe fn mem_host_register_read_only(
+        &self,
+        memory: NonNull<u8>,
+        bytes: usize,
+    ) -> DriverResult<()> {
+        let flags = CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_READ_ONLY;
+        // SAFETY: the caller promises that the range is mapped, and stays so.
+        let code = unsafe { (self.api.cuMemHostRegister)(memory.as_ptr().cast(), bytes, flags) };
+        check("cuMemHostRegister", code)
+    }
+
     fn mem_host_unregister(&self, memory: NonNull<u8>) -> DriverResult<()> {
         // SAFETY: the driver looks the address up among the ranges that were registered.
         let code = unsafe { (self.api.cuMemHostUnregister)(memory.as_ptr().cast()) };

@@ -135,6 +135,8 @@ fn memory_is_registered_portably_and_time_has_no_sign() {
     let at = NonNull::new(memory.as_mut_ptr()).unwrap();
     // SAFETY: the stand-in touches no memory.
     assert_eq!(unsafe { cuda.mem_host_register(at, 4096) }, Ok(()));
+    // SAFETY: as above; the stand-in takes that size with the flags for reading only.
+    assert_eq!(unsafe { cuda.mem_host_register_read_only(at, 8192) }, Ok(()));
     assert_eq!(cuda.mem_host_unregister(at), Ok(()));
     let (timed, plain) = (cuda.event_create_timed().unwrap(), cuda.event_create().unwrap());
     assert_eq!((timed, plain), (Event(0x70), Event(0x72)));

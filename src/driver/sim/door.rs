@@ -51,7 +51,8 @@ impl Core {
         if bytes == 0 {
             return self.stream(stream, verb).map(drop);
         }
-        if self.host.is_cut(host, bytes) {
+        let written = verb == Verb::MemcpyDtohAsync && self.host.is_read_only(host, bytes);
+        if self.host.is_cut(host, bytes) || written {
             return Err(verb.error(DriverCode::INVALID_VALUE));
         }
         let pageable = !self.host.contains(host, bytes);
@@ -179,7 +180,10 @@ impl Driver for Sim {
             DeviceAttribute::ComputeCapabilityMajor => 9,
             DeviceAttribute::ComputeCapabilityMinor => 0,
             DeviceAttribute::VirtualMemoryManagementSupported => i32::from(self.core.options.vmm),
-            DeviceAttribute::ReadOnlyHostRegisterSupported | DeviceAttribute::HostNumaId => 0,
+            DeviceAttribute::ReadOnlyHostRegisterSupported => {
+                i32::from(self.core.options.read_only)
+            }
+            DeviceAttribute::HostNumaId => 0,
             DeviceAttribute::HostNumaVirtualMemoryManagementSupported => {
                 i32::from(self.core.options.vmm && self.core.options.host_vmm)
             }
@@ -295,6 +299,15 @@ impl Driver for Sim {
     unsafe fn mem_host_register(&self, memory: NonNull<u8>, bytes: usize) -> DriverResult<()> {
         self.core.gate_unsafe(Verb::MemHostRegister)?;
         self.core.mem_host_register(memory, bytes)
+    }
+
+    unsafe fn mem_host_register_read_only(
+        &self,
+        memory: NonNull<u8>,
+        bytes: usize,
+    ) -> DriverResult<()> {
+        self.core.gate_unsafe(Verb::MemHostRegisterReadOnly)?;
+        self.core.mem_host_register_read_only(memory, bytes)
     }
 
     fn mem_host_unregister(&self, memory: NonNull<u8>) -> DriverResult<()> {

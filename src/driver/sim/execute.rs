@@ -71,7 +71,10 @@ impl Core {
     /// With `checked=1`, the checksum of the page-locked bytes that a copy reads.
     pub(super) fn source_sum(&self, work: &Work) -> Option<u64> {
         let Work::CopyIn { source, bytes, .. } = *work else { return None };
-        let checked = self.options.checked && self.host.contains(source, bytes);
+        // What others write to a file is no breach of the program's.
+        let checked = self.options.checked
+            && self.host.contains(source, bytes)
+            && !self.host.is_read_only(source, bytes);
         checked.then(|| checksum(source, 0, bytes as usize))
     }
 
@@ -135,9 +138,14 @@ impl Core {
         match *work {
             Work::CopyIn { target, source, bytes } => {
                 self.copy(stream, target, bytes, |window, offset, length| {
-                    // SAFETY: the window range was looked up under the lock that is still held;
-                    // the caller of the copy keeps the source readable until the copy is done.
-                    unsafe { os::copy(window, source + offset, length) }
+                    let from = source + offset;
+                    // SAFETY: the window range was looked up under the lock that is still held.
+                    if unsafe { self.host.copy_file_pages(window, from, length) } {
+                        return;
+                    }
+                    // SAFETY: as above; the caller of the copy keeps the source readable until the
+                    // copy is done.
+                    unsafe { os::copy(window, from, length) }
                 })
             }
             Work::CopyOut { target, source, bytes } => {

@@ -5,7 +5,7 @@
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use parking_lot::Mutex;
+use parking_lot::{Condvar, Mutex};
 
 use super::random::Random;
 use super::verb::Verb;
@@ -36,6 +36,9 @@ pub(super) struct Faults {
     /// Whether there is any rule: the one thing that a quick verb reads.
     armed: AtomicBool,
     rules: Mutex<Rules>,
+    /// The verb whose calls do not return until they are healed.
+    hung: Mutex<Option<Verb>>,
+    healed: Condvar,
 }
 
 impl Faults {
@@ -49,9 +52,23 @@ impl Faults {
         self.armed.store(true, Ordering::Release);
     }
 
+    pub(super) fn hang(&self, verb: Verb) {
+        *self.hung.lock() = Some(verb);
+        self.armed.store(true, Ordering::Release);
+    }
+
     pub(super) fn heal(&self) {
         *self.rules.lock() = Rules::default();
         self.armed.store(false, Ordering::Release);
+        *self.hung.lock() = None;
+        self.healed.notify_all();
+    }
+
+    fn wait_if_hung(&self, verb: Verb) {
+        let mut hung = self.hung.lock();
+        while *hung == Some(verb) {
+            self.healed.wait(&mut hung);
+        }
     }
 
     /// The code that this call of `verb` fails with, if it does. Counts the call.
@@ -59,6 +76,7 @@ impl Faults {
         if !self.armed.load(Ordering::Acquire) {
             return None;
         }
+        self.wait_if_hung(verb);
         let mut rules = self.rules.lock();
         let mut failed = None;
         // Every rule of the verb counts the call; the first that strikes gives the code.

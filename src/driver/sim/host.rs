@@ -3,6 +3,11 @@
 //! Owns the ranges given out, and knows those of the program's own that are registered. A copy
 //! whose host side lies in one is asynchronous; any other is pageable, and the call returns only
 //! when it has run. A copy across the end of a registered range is refused, as a real device does.
+//!
+//! Pages of a file are registered for reading only, and only through a shared mapping. A device
+//! reads such pages themselves, whatever becomes of the file; here they are read through the
+//! mapping by a call that fails where the file was cut short, and there the bytes are those of the
+//! registering.
 #![expect(unsafe_code, reason = "gives page-locked memory back to the operating system")]
 
 use std::collections::BTreeMap;
@@ -24,6 +29,8 @@ pub(super) struct HostMemory {
     ranges: RwLock<BTreeMap<u64, u64>>,
     /// The program's own memory, start to length.
     registered: RwLock<BTreeMap<u64, u64>>,
+    /// Of those, pages of files, with what they were when they were registered.
+    file_pages: RwLock<BTreeMap<u64, Vec<u8>>>,
     /// Copies of registered memory that were not seen to be done, with its bytes.
     copies: Mutex<Vec<(Point, Range<u64>)>>,
 }
@@ -53,6 +60,27 @@ impl HostMemory {
     pub(super) fn is_cut(&self, address: u64, bytes: u64) -> bool {
         let touched = before(&self.registered.read(), address.saturating_add(bytes - 1));
         touched.is_some_and(|range| range.end > address) && !self.contains(address, bytes)
+    }
+
+    /// Whether a part of the range is registered for reading only.
+    pub(super) fn is_read_only(&self, address: u64, bytes: u64) -> bool {
+        let pages = self.file_pages.read();
+        let last = pages.range(..address.saturating_add(bytes)).next_back();
+        last.is_some_and(|(start, pages)| start + pages.len() as u64 > address)
+    }
+
+    /// Copies from registered pages of a file; `false` where the range is none.
+    ///
+    /// # Safety
+    /// `target` is writable for `bytes`.
+    pub(super) unsafe fn copy_file_pages(&self, target: u64, source: u64, bytes: usize) -> bool {
+        let pages = self.file_pages.read();
+        let Some((start, pages)) = pages.range(..=source).next_back() else { return false };
+        let within = (source - start) as usize;
+        let Some(known) = pages.get(within..within + bytes) else { return false };
+        // SAFETY: the caller's target; the source is only read where it can be.
+        unsafe { os::copy_or(target, source, known) };
+        true
     }
 
     /// Remembers a copy of registered memory.
@@ -123,10 +151,53 @@ impl Core {
         let start = memory.as_ptr().expose_provenance() as u64;
         let end = start.checked_add(bytes as u64).filter(|end| *end > start);
         let end = end.ok_or_else(|| verb.error(DriverCode::INVALID_VALUE))?;
-        if !os::is_mapped(start, end) {
+        let of_file = |kind| kind != os::Mapping::Anonymous;
+        if !os::is_mapped(start, end) || os::mappings(start, end).into_iter().any(of_file) {
             return Err(verb.error(DriverCode::INVALID_VALUE));
         }
         let _launches = self.launches.write();
+        self.enter_registered(start, bytes as u64, verb)
+    }
+
+    /// As [`Core::mem_host_register`], of pages of a file, for reading.
+    pub(super) fn mem_host_register_read_only(
+        &self,
+        memory: NonNull<u8>,
+        bytes: usize,
+    ) -> DriverResult<()> {
+        let verb = Verb::MemHostRegisterReadOnly;
+        let context = self.current(verb)?;
+        self.alive(context.device, verb)?;
+        if !self.options.read_only {
+            return Err(verb.error(DriverCode::NOT_SUPPORTED));
+        }
+        let start = memory.as_ptr().expose_provenance() as u64;
+        let end = start.checked_add(bytes as u64).filter(|end| *end > start);
+        let end = end.ok_or_else(|| verb.error(DriverCode::INVALID_VALUE))?;
+        if !os::is_mapped(start, end) {
+            return Err(verb.error(DriverCode::INVALID_VALUE));
+        }
+        if os::mappings(start, end).contains(&os::Mapping::PrivateFile) {
+            let text = format!("host memory {start:#x} of {bytes} bytes, a private mapping of a");
+            self.violation(context.device, format!("{text} file, was registered: that hangs"));
+            return Err(verb.error(DriverCode::INVALID_VALUE));
+        }
+        let mut pages = vec![0; bytes];
+        // SAFETY: the source is only read where it can be. Pages that cannot are not there to be
+        // registered.
+        if unsafe { os::copy_readable(pages.as_mut_ptr().expose_provenance() as u64, start, bytes) }
+            < bytes
+        {
+            return Err(verb.error(DriverCode::INVALID_VALUE));
+        }
+        let _launches = self.launches.write();
+        self.enter_registered(start, bytes as u64, verb)?;
+        self.host.file_pages.write().insert(start, pages);
+        Ok(())
+    }
+
+    fn enter_registered(&self, start: u64, bytes: u64, verb: Verb) -> DriverResult<()> {
+        let end = start + bytes;
         let taken = |ranges: &BTreeMap<u64, u64>| {
             before(ranges, end - 1).is_some_and(|range| range.end > start)
         };
@@ -134,7 +205,7 @@ impl Core {
         if taken(&registered) || taken(&self.host.ranges.read()) {
             return Err(verb.error(DriverCode::HOST_MEMORY_ALREADY_REGISTERED));
         }
-        registered.insert(start, bytes as u64);
+        registered.insert(start, bytes);
         Ok(())
     }
 
@@ -151,8 +222,13 @@ impl Core {
             let text = format!("host memory {start:#x} of {bytes} bytes was unregistered while");
             self.violation(at, format!("{text} stream {stream_id} operation {number} copies it"));
         }
+        if !os::is_mapped(start, start + bytes) {
+            let text = format!("host memory {start:#x} of {bytes} bytes was unmapped while");
+            self.violation(context.device, format!("{text} it was registered"));
+        }
         self.wait_for_device(None);
         self.host.registered.write().remove(&start);
+        self.host.file_pages.write().remove(&start);
         Ok(())
     }
 }

@@ -126,6 +126,11 @@ impl Sim {
         self.core.faults.set_rate(probability, seed);
     }
 
+    /// Calls of `verb` do not return, until [`Sim::heal`]; those that hang go on then.
+    pub fn hang(&self, verb: Verb) {
+        self.core.faults.hang(verb);
+    }
+
     /// Ends all injected failures. A lost device stays lost.
     pub fn heal(&self) {
         self.core.faults.heal();

@@ -133,6 +133,7 @@ impl Sim {
         let seed = options.seed.unwrap_or(0);
         let faults = faults::Faults::default();
         options.fail.iter().for_each(|rule| faults.add(*rule));
+        options.hang.iter().for_each(|verb| faults.hang(*verb));
         if options.fail_rate > 0.0 {
             faults.set_rate(options.fail_rate, seed);
         }

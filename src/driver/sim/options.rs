@@ -52,6 +52,10 @@ pub struct SimOptions {
     pub host_vmm: bool,
     /// Whether an event can be recorded for a whole context, as it can since CUDA 12.5. Yes.
     pub ctx_event: bool,
+    /// Whether pages of files can be registered for reading. No.
+    pub read_only: bool,
+    /// The verb whose calls do not return, as those of a driver that is stuck. None.
+    pub hang: Option<Verb>,
     /// Whether host peeks must be ordered after the device's writes, and the sources of copies
     /// from page-locked memory are compared with what they were when the copy was enqueued. No.
     pub checked: bool,
@@ -79,6 +83,8 @@ impl Default for SimOptions {
             vmm: true,
             host_vmm: true,
             ctx_event: true,
+            read_only: false,
+            hang: None,
             checked: false,
             on_violation: OnViolation::Lose,
             fail_rate: 0.0,
@@ -160,12 +166,18 @@ impl SimOptions {
         key("ctx_event", "FLAG", "cuCtxRecordEvent works, as since CUDA 12.5; 1", |to, text| {
             set(&mut to.ctx_event, flag(text))
         }),
+        key("read_only", "FLAG", "pages of files can be registered; 0", |to, text| {
+            set(&mut to.read_only, flag(text))
+        }),
         key(
             "checked",
             "FLAG",
             "peeks and sources of copies are checked for races too; 0",
             |to, text| set(&mut to.checked, flag(text)),
         ),
+        key("hang", "VERB", "calls of it do not return, as mem_release; none", |to, text| {
+            set(&mut to.hang, text.parse().map(Some))
+        }),
         key("on_violation", "lose|record", "what a breach does to the device; lose", |to, text| {
             set(
                 &mut to.on_violation,
@@ -330,12 +342,16 @@ impl fmt::Display for SimOptions {
             ("vmm", self.vmm, true),
             ("host_vmm", self.host_vmm, true),
             ("ctx_event", self.ctx_event, true),
+            ("read_only", self.read_only, false),
             ("checked", self.checked, false),
         ];
         for (key, value, default) in flags {
             if value != default {
                 write!(f, ",{key}={}", u8::from(value))?;
             }
+        }
+        if let Some(verb) = self.hang {
+            write!(f, ",hang={verb}")?;
         }
         if self.on_violation == OnViolation::Record {
             f.write_str(",on_violation=record")?;
@@ -358,8 +374,8 @@ mod tests {
     fn the_canonical_form_is_parsed_back() {
         let text = "capacity=64M,devices=2,granularity=64K,seed=7,latency=50us,bandwidth=1G,\
                     address_space=1T,mappings=9,jitter=1M,poison=1,vmm=0,host_vmm=0,\
-                    ctx_event=0,checked=1,on_violation=record,fail_rate=0.25,\
-                    fail=mem_set_access:3:600";
+                    ctx_event=0,read_only=1,checked=1,hang=mem_release,\
+                    on_violation=record,fail_rate=0.25,fail=mem_set_access:3:600";
         let options = SimOptions::parse(text).unwrap();
         assert_eq!(options.to_string(), text);
         assert_eq!(SimOptions::parse("").unwrap(), SimOptions::default());

@@ -159,6 +159,74 @@ pub(super) fn is_mapped(start: u64, end: u64) -> bool {
     code == 0
 }
 
+/// What a range of addresses shows.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Mapping {
+    /// Memory of the process.
+    Anonymous,
+    /// The pages of a file themselves.
+    SharedFile,
+    /// Pages of a file until they are written.
+    PrivateFile,
+}
+
+/// What is mapped in a range, piece by piece (proc_pid_maps(5)). Nothing where the system does not
+/// tell.
+pub(super) fn mappings(start: u64, end: u64) -> Vec<Mapping> {
+    let text = std::fs::read_to_string("/proc/self/maps").unwrap_or_default();
+    let mapping = |line: &str| {
+        let mut words = line.split_ascii_whitespace();
+        let (from, to) = words.next()?.split_once('-')?;
+        let (from, to) = (u64::from_str_radix(from, 16).ok()?, u64::from_str_radix(to, 16).ok()?);
+        let (shared, inode) = (words.next()?.ends_with('s'), words.nth(2)?);
+        let kind = match (inode, shared) {
+            ("0", _) => Mapping::Anonymous,
+            (_, true) => Mapping::SharedFile,
+            (_, false) => Mapping::PrivateFile,
+        };
+        (from < end && start < to).then_some(kind)
+    };
+    text.lines().filter_map(mapping).collect()
+}
+
+/// Copies from memory that may not be there, by a call of the system. Returns the bytes that came,
+/// from the first on.
+///
+/// # Safety
+/// `target` is writable for `bytes`.
+pub(super) unsafe fn copy_readable(target: u64, source: u64, bytes: usize) -> usize {
+    let to = libc::iovec { iov_base: pointer(target), iov_len: bytes };
+    let from = libc::iovec { iov_base: pointer(source), iov_len: bytes };
+    // SAFETY: writes to the caller's target only; a source that cannot be read is an error.
+    let copied = unsafe { libc::process_vm_readv(std::process::id() as i32, &to, 1, &from, 1, 0) };
+    usize::try_from(copied).unwrap_or(0)
+}
+
+/// As [`copy_readable`], and `known` where that cannot read, OS page by OS page.
+///
+/// # Safety
+/// `target` is writable for as many bytes as are known.
+pub(super) unsafe fn copy_or(target: u64, source: u64, known: &[u8]) {
+    const OS_PAGE: u64 = 4096;
+    let bytes = known.len();
+    // SAFETY: the caller's target.
+    if unsafe { copy_readable(target, source, bytes) } == bytes {
+        return;
+    }
+    let mut done = 0;
+    while done < bytes {
+        let at = source + done as u64;
+        let length = ((OS_PAGE - at % OS_PAGE) as usize).min(bytes - done);
+        let (to, rest) = (target + done as u64, &known[done..done + length]);
+        // SAFETY: a part of the caller's target.
+        if unsafe { copy_readable(to, at, length) } < length {
+            // SAFETY: as above, from memory of ours.
+            unsafe { copy(to, rest.as_ptr().expose_provenance() as u64, length) };
+        }
+        done += length;
+    }
+}
+
 /// Copies between two ranges of memory.
 ///
 /// # Safety

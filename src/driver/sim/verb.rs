@@ -59,6 +59,7 @@ verbs! {
     MemHostAlloc, "mem_host_alloc", "cuMemHostAlloc";
     MemFreeHost, "mem_free_host", "cuMemFreeHost";
     MemHostRegister, "mem_host_register", "cuMemHostRegister";
+    MemHostRegisterReadOnly, "mem_host_register_read_only", "cuMemHostRegister";
     MemHostUnregister, "mem_host_unregister", "cuMemHostUnregister";
     MemcpyHtodAsync, "memcpy_htod_async", "cuMemcpyHtoDAsync";
     MemcpyDtohAsync, "memcpy_dtoh_async", "cuMemcpyDtoHAsync";
@@ -102,6 +103,7 @@ impl Verb {
             Self::MemAddressReserve
             | Self::MemHostAlloc
             | Self::MemHostRegister
+            | Self::MemHostRegisterReadOnly
             | Self::MemcpyHtodAsync
             | Self::MemcpyDtohAsync
             | Self::MemsetD8Async

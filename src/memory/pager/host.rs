@@ -4,10 +4,16 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use super::Pager;
+use super::claim::Taken;
+use super::host_mapped::take_page;
+use super::plan::{Blocked, Usable, take_pages};
+use super::state::Destination;
 use crate::copy::fill::{Filler, LockedBytes};
 use crate::error::Result;
+use crate::memory::page_table::PageState;
 use crate::memory::vbar::Bar;
 use crate::options::Threads;
+use crate::units::PageIndex;
 
 impl Pager {
     /// The filler, made at the first binding; the context is current.
@@ -56,7 +62,50 @@ impl Pager {
     /// # Errors
     /// As there.
     pub fn housekeep_host(&self) -> Result<()> {
-        self.made_filler().map_or(Ok(()), |filler| filler.housekeep())
+        let Some(filler) = self.made_filler() else { return Ok(()) };
+        let kept = filler.housekeep();
+        let stale = filler.take_stale();
+        if !stale.is_empty() {
+            let left = self.evict_stale(stale);
+            filler.put_stale(left);
+        }
+        kept
+    }
+
+    /// Takes pages off the device whose bytes are not their file's any more: the next fault finds
+    /// that out and says so. Returns those that are in use.
+    fn evict_stale(&self, stale: Vec<(u32, u32)>) -> Vec<(u32, u32)> {
+        let Ok(_scope) = self.device.enter() else { return stale };
+        let (mut blocked, mut left) = (Blocked::default(), Vec::new());
+        let (mut taken, mut hosted) = (Taken::new(), Taken::new());
+        let mut state = self.state.lock();
+        for (number, page) in stale {
+            let Some(bar) = state.bars.get(&number).map(|entry| Arc::clone(&entry.bar)) else {
+                continue;
+            };
+            let before = taken.len() + hosted.len();
+            let (index, usable) = (PageIndex(page), Usable::Recorded);
+            match bar.table.page(index).word().state {
+                PageState::HostMapped => {
+                    hosted.extend(take_page(&mut state, &self.device, &bar, index, usable));
+                }
+                PageState::Issued | PageState::Resident => {
+                    let page = std::iter::once(page);
+                    taken.extend(take_pages(&self.device, &bar, page, 1, usable, &mut blocked));
+                }
+                // On its way to be one of these.
+                PageState::Claimed => {}
+                _ => continue,
+            }
+            if taken.len() + hosted.len() == before {
+                left.push((number, page));
+            }
+        }
+        self.note_taken(&mut state, &taken);
+        drop(state);
+        self.part_or_linger(taken, Destination::FreeList);
+        self.part_with_hosted(hosted);
+        left
     }
 
     /// Gives page-locked memory back until at most `keep_bytes` are held, or what is left is in

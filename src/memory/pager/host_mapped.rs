@@ -417,7 +417,7 @@ fn take_hosted(
     if count == 0 { Taken::new() } else { pages.into_iter().filter_map(take).take(count).collect() }
 }
 
-fn take_page(
+pub(super) fn take_page(
     state: &mut State,
     device: &Device,
     bar: &Arc<Bar>,

@@ -208,7 +208,7 @@ impl Pager {
         taken
     }
 
-    fn note_taken(&self, state: &mut State, taken: &[(Victim, Vec<Ticket>)]) {
+    pub(super) fn note_taken(&self, state: &mut State, taken: &[(Victim, Vec<Ticket>)]) {
         let now = self.device.fences.now();
         for (victim, _) in taken {
             state.remove_resident(victim.bar.id, victim.page);

@@ -49,8 +49,7 @@ impl Stage {
             Verb::DeviceGetName => sim.device_get_name(DEVICE).map(drop),
             Verb::DeviceTotalMem => sim.device_total_mem(DEVICE).map(drop),
             Verb::DeviceGetAttribute => {
-                let attribute = DeviceAttribute::ComputeCapabilityMajor;
-                sim.device_get_attribute(DEVICE, attribute).map(drop)
+                sim.device_get_attribute(DEVICE, DeviceAttribute::Integrated).map(drop)
             }
             Verb::DevicePrimaryCtxRetain => sim.device_primary_ctx_retain(DEVICE).map(drop),
             Verb::DevicePrimaryCtxRelease => sim.device_primary_ctx_release(DEVICE),
@@ -77,6 +76,7 @@ impl Stage {
             Verb::MemHostAlloc
             | Verb::MemFreeHost
             | Verb::MemHostRegister
+            | Verb::MemHostRegisterReadOnly
             | Verb::MemHostUnregister => call_host(sim, verb),
             Verb::MemcpyHtodAsync => {
                 // SAFETY: pageable memory, so the call waits for the copy.
@@ -129,6 +129,13 @@ fn call_host(sim: &Sim, verb: Verb) -> DriverResult<()> {
             // SAFETY: memory that lives for ever.
             unsafe { sim.mem_host_register(immortal(), 8) }
         }
+        Verb::MemHostRegisterReadOnly => {
+            let pages = super::registered::file_pages(4096);
+            let at = NonNull::new(pages.as_mut_ptr()).unwrap();
+            std::mem::forget(pages);
+            // SAFETY: a mapping that lives for ever.
+            unsafe { sim.mem_host_register_read_only(at, 4096) }
+        }
         Verb::MemHostUnregister => {
             let memory = immortal();
             // SAFETY: memory that lives for ever.
@@ -163,7 +170,7 @@ fn state(sim: &Sim, stage: &Stage) -> String {
 #[test]
 fn a_verb_that_fails_changes_nothing() {
     for &verb in Verb::ALL {
-        let (sim, rig) = open("capacity=4M,granularity=64K");
+        let (sim, rig) = open("capacity=4M,granularity=64K,read_only=1");
         let stage = Stage::new(&sim, &rig);
         let before = state(&sim, &stage);
         sim.fail_nth(verb, 1, DriverCode::UNKNOWN);

@@ -12,6 +12,20 @@ use crate::door::Rig;
 
 const LEN: usize = 4096;
 const LISTED: &str = "capacity=4M,granularity=64K,on_violation=record";
+const READ_ONLY: &str = "capacity=4M,granularity=64K,on_violation=record,read_only=1";
+
+/// A shared mapping of a file of so many bytes, all 7.
+pub(super) fn file_pages(bytes: usize) -> memmap2::MmapRaw {
+    let mut file = tempfile::tempfile().unwrap();
+    std::io::Write::write_all(&mut file, &vec![7; bytes]).unwrap();
+    memmap2::MmapOptions::new().len(bytes).map_raw_read_only(&file).unwrap()
+}
+
+fn register_read_only(sim: &Sim, at: NonNull<u8>, bytes: usize) -> DriverCode {
+    // SAFETY: every caller keeps the memory until the device is gone, or says that it does not.
+    let registered = unsafe { sim.mem_host_register_read_only(at, bytes) };
+    registered.map_or_else(|error| error.code, |()| DriverCode::SUCCESS)
+}
 
 fn register(sim: &Sim, memory: NonNull<u8>, bytes: usize) -> Result<(), DriverCode> {
     // SAFETY: every caller keeps the memory until the device is gone.
@@ -73,4 +87,70 @@ fn a_copy_does_not_cross_the_end_of_what_is_registered() {
         sim.mem_host_unregister(part).unwrap();
     }
     assert_eq!((sim.violations(), sim.locked_bytes()), (vec![], 0));
+}
+
+#[test]
+fn pages_of_files_are_registered_for_reading_only() {
+    let (sim, rig) = open(READ_ONLY);
+    let stream = rig.stream();
+    let pages = file_pages(2 * LEN);
+    let at = NonNull::new(pages.as_mut_ptr()).unwrap();
+    assert_eq!(register(&sim, at, LEN), Err(DriverCode::INVALID_VALUE));
+    assert_eq!(register_read_only(&sim, at, 2 * LEN), DriverCode::SUCCESS);
+    assert_eq!(copy(&sim, &rig, at, 2 * LEN, stream), DriverCode::SUCCESS);
+    let source = rig.pages(1);
+    // SAFETY: it is refused.
+    let written = unsafe { sim.memcpy_dtoh_async(at.as_ptr(), source.address, 8, stream) };
+    assert_eq!(written.unwrap_err().code, DriverCode::INVALID_VALUE);
+    sim.ctx_synchronize().unwrap();
+    sim.mem_host_unregister(at).unwrap();
+    assert_eq!((sim.violations(), sim.locked_bytes()), (vec![], 0));
+    // Without the attribute, and memory of one's own.
+    let (without, _) = open(LISTED);
+    assert_eq!(register_read_only(&without, at, LEN), DriverCode::NOT_SUPPORTED);
+}
+
+#[test]
+fn a_private_mapping_of_a_file_is_never_registered() {
+    let (sim, _) = open(READ_ONLY);
+    let mut file = tempfile::tempfile().unwrap();
+    std::io::Write::write_all(&mut file, &[7; LEN]).unwrap();
+    // SAFETY: nobody cuts the file short.
+    let mut private = unsafe { memmap2::MmapOptions::new().len(LEN).map_copy(&file) }.unwrap();
+    let at = NonNull::new(private.as_mut_ptr()).unwrap();
+    assert_eq!(register_read_only(&sim, at, LEN), DriverCode::INVALID_VALUE);
+    let found = sim.violations();
+    assert!(found.len() == 1 && found[0].contains("private mapping"), "{found:?}");
+}
+
+#[test]
+fn a_registered_range_that_is_unmapped_is_a_breach() {
+    let (sim, _) = open(READ_ONLY);
+    let pages = file_pages(LEN);
+    let at = NonNull::new(pages.as_mut_ptr()).unwrap();
+    assert_eq!(register_read_only(&sim, at, LEN), DriverCode::SUCCESS);
+    drop(pages);
+    sim.mem_host_unregister(at).unwrap();
+    let found = sim.violations();
+    assert!(found.len() == 1 && found[0].contains("was unmapped while"), "{found:?}");
+}
+
+#[test]
+fn a_call_that_hangs_goes_on_when_it_is_healed() {
+    let (sim, _) = open("capacity=4M,granularity=64K,hang=mem_get_info");
+    let asked = std::sync::atomic::AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        let asking = scope.spawn(|| {
+            let answer = sim.mem_get_info();
+            asked.store(true, std::sync::atomic::Ordering::Relaxed);
+            answer.map(drop).map_err(|error| error.code)
+        });
+        while sim.calls(vbar::driver::sim::Verb::MemGetInfo) == 0 {
+            std::thread::yield_now();
+        }
+        assert!(!asked.load(std::sync::atomic::Ordering::Relaxed));
+        sim.heal();
+        // That thread has no context; it has come back all the same.
+        assert_eq!(asking.join().unwrap(), Err(DriverCode::INVALID_CONTEXT));
+    });
 }

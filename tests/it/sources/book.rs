@@ -51,6 +51,7 @@ fn host_frames_and_the_ring_are_within_one_limit() {
         assert!(device_bytes(&world) <= allowance);
         assert_eq!(world.sim.live_host_frames(), if fits { PAGES } else { 0 });
         // What is given back can be had again.
+        world.sim.stream_synchronize(world.stream).unwrap();
         assert_eq!(world.runtime.trim_host_frames().unwrap(), u64::from(fits) * PAGES * P);
         assert_eq!(matches!(fault_whole(&world, &bar), Fault::HostMapped(_)), fits);
         world.check();

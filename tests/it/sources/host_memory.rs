@@ -26,6 +26,18 @@ impl System {
         std::fs::write(path, text).unwrap();
     }
 
+    pub(super) fn path(&self) -> &std::path::Path {
+        self.0.path()
+    }
+
+    /// The version of the driver's kernel module; `None` without one.
+    pub(super) fn set_module(&self, version: Option<&str>) {
+        let text = version.map(|it| {
+            format!("NVRM version: NVIDIA UNIX x86_64 Kernel Module  {it}  Tue Jul 13 2026\n")
+        });
+        self.write("proc/driver/nvidia/version", &text.unwrap_or_default());
+    }
+
     pub(super) fn set_available(&self, bytes: u64) {
         let text = format!("MemTotal: {} kB\nMemAvailable: {} kB\n", 64 << 20, bytes >> 10);
         self.write("proc/meminfo", &text);

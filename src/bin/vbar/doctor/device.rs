@@ -7,6 +7,7 @@ use std::sync::Arc;
 
 use serde::Serialize;
 use vbar::driver::{DeviceAttribute, DeviceMemory, Driver, DriverCode, DriverResult};
+use vbar::host::kernel_module::registration_refused;
 use vbar::host::mounts::SystemRoot;
 use vbar::units::{DeviceOrdinal, format_bytes};
 
@@ -14,8 +15,6 @@ use super::line::Line;
 use super::measure::Means;
 use super::window::{CurrentContext, Window};
 
-/// Older drivers mark the pages of read-only registered files as written when they are given back.
-const REGISTRATION_MODULE_MIN: u32 = 570;
 /// When less than one of so many parts is free, others hold the device.
 const FREE_PARTS: u64 = 4;
 
@@ -263,21 +262,6 @@ impl Device {
             ),
             _ => Line::ok(self.topic("slot"), text),
         })
-    }
-}
-
-/// Why the page cache may not be registered, apart from the file system.
-fn registration_refused(read_only: bool, module_version: Option<&str>) -> Option<String> {
-    if !read_only {
-        return Some("the device has no read-only registration".to_owned());
-    }
-    let major = module_version.and_then(|text| text.split('.').next()?.parse::<u32>().ok());
-    match major {
-        Some(major) if major >= REGISTRATION_MODULE_MIN => None,
-        Some(major) => Some(format!(
-            "driver {major} may write file pages back; {REGISTRATION_MODULE_MIN} and later do not"
-        )),
-        None => Some("the kernel module's version is not known".to_owned()),
     }
 }
 

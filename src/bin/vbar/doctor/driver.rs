@@ -7,6 +7,7 @@ use serde::Serialize;
 use vbar::Result;
 use vbar::driver::DriverCode;
 use vbar::driver::select::Opened;
+use vbar::host::kernel_module::module_version;
 use vbar::host::mounts::SystemRoot;
 
 use super::line::Line;
@@ -168,17 +169,6 @@ fn opened_library(root: &SystemRoot) -> Result<Option<String>> {
     let mut paths = paths
         .filter(|path| path.rsplit('/').next().is_some_and(|name| name.starts_with("libcuda.so")));
     Ok(paths.next().map(str::to_owned))
-}
-
-/// `NVRM version: NVIDIA UNIX x86_64 Kernel Module  470.57.02  Tue ...`, or `... Open Kernel
-/// Module for x86_64  580.159.04  Release Build ...`: the first word of numbers and points.
-fn module_version(root: &SystemRoot) -> Result<Option<String>> {
-    let text = root.read("/proc/driver/nvidia/version")?.unwrap_or_default();
-    let first = text.lines().find(|line| line.starts_with("NVRM version:")).unwrap_or_default();
-    let is_version = |word: &&str| {
-        word.contains('.') && word.chars().all(|sign| sign.is_ascii_digit() || sign == '.')
-    };
-    Ok(first.split_whitespace().find(is_version).map(str::to_owned))
 }
 
 #[cfg(test)]

@@ -56,6 +56,7 @@ struct Wait {
 struct Locked {
     ring_bytes: u64,
     cache_bytes: u64,
+    registered_bytes: u64,
 }
 
 /// What the engine knew at the end.
@@ -198,6 +199,7 @@ impl Report {
             locked: Locked {
                 ring_bytes: statistics.locked.ring_bytes,
                 cache_bytes: statistics.locked.cache_bytes,
+                registered_bytes: statistics.locked.registered_bytes,
             },
             engine: engine.map(Engine::from),
             warning,
