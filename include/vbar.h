@@ -608,11 +608,11 @@ enum VbarPrefer
  {
   /*
    From the page cache what is there, or all of it when the file fits into what the host can
-   spare; else past it.
+   spare; else past it. What is streamed again and again may be registered there.
    */
   VBAR_PREFER_AUTO = 0,
   /*
-   Through the page cache.
+   Through the page cache. What is streamed again and again may be registered there.
    */
   VBAR_PREFER_RAM = 1,
   /*
@@ -909,8 +909,9 @@ typedef struct VbarDeviceOptions {
    */
   uint32_t prefer;
   /*
-   Most host memory that may be page-locked, in bytes; 0: what the system can spare, which
-   bounds a number too; `VBAR_HOST_ALLOWANCE_NONE`: none. Without room for one slot between
+   Most host memory that may be page-locked or registered, host frames included, in bytes; 0:
+   what the system can spare for all devices of the process, which bounds a number too;
+   `VBAR_HOST_ALLOWANCE_NONE`: none. Without room for one slot between
    file and device copies are from pageable memory, and slower.
    */
   uint64_t host_allowance_bytes;
@@ -1502,6 +1503,11 @@ typedef struct VbarStatistics {
    Of `source_disk_bytes`, those that went past the page cache (`O_DIRECT`).
    */
   uint64_t source_direct_bytes;
+  /*
+   Of `locked_bytes`, pages of files that are registered: they would be in memory without, but
+   could be dropped.
+   */
+  uint64_t locked_registered_bytes;
 } VbarStatistics;
 
 #ifdef __cplusplus

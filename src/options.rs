@@ -79,8 +79,9 @@ pub struct RuntimeOptions {
     pub staging_slot_count: usize,
     /// Whether what no device frames can be had for is read from host memory.
     pub host_mapped: HostMapped,
-    /// Most host memory that may be page-locked, in bytes; `None`: what the system can spare. What
-    /// it can spare bounds a number too.
+    /// Most host memory that may be page-locked and registered, host frames included, in bytes;
+    /// `None`: what the system can spare. What it can spare for all devices of the process together
+    /// bounds a number too.
     pub host_allowance: Option<u64>,
     /// Where model files are read from.
     pub prefer: Prefer,
@@ -110,10 +111,14 @@ pub enum HostMapped {
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub enum Prefer {
     /// From the page cache what is there, or all of it when the model fits into what the host can
-    /// spare; else past it.
+    /// spare; else past it. With threads, what is streamed again and again is read by the device
+    /// from the page cache itself if it was there from the start, where that is known to be safe;
+    /// else from page-locked memory.
     #[default]
     Auto,
     /// Through the page cache: what was read once stays there as long as nobody needs the memory.
+    /// With threads, what is streamed again and again is read by the device from there, where that
+    /// is known to be safe.
     Ram,
     /// Past the page cache (`O_DIRECT`), where the file system can; else through it.
     Disk,

@@ -256,6 +256,7 @@ class Statistics(ctypes.Structure):
         ("source_page_cache_bytes", c_uint64),
         ("source_disk_bytes", c_uint64),
         ("source_direct_bytes", c_uint64),
+        ("locked_registered_bytes", c_uint64),
     ]
 
 

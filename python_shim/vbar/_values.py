@@ -278,3 +278,6 @@ class Statistics:
     source_disk_bytes: int
     #: Of ``source_disk_bytes``, those that went past the page cache.
     source_direct_bytes: int
+    #: Of ``locked_bytes``, pages of files that are registered: they would be in memory without, but
+    #: could be dropped.
+    locked_registered_bytes: int

@@ -352,6 +352,11 @@ impl Filler {
         bound.prefer().unwrap_or(self.device.options.prefer)
     }
 
+    /// Whether the host could spare a model's bytes beside all that is held.
+    pub(super) fn has_room_for(&self, bound: &Bound) -> bool {
+        bound.file_bytes() <= self.room.spare_bytes() && !self.room.is_short()
+    }
+
     /// Whether a model is no more than the host can spare.
     pub(super) fn fits(&self, bound: &Bound) -> bool {
         bound.file_bytes() <= self.room.allowance_bytes()

@@ -266,7 +266,8 @@ impl<'a> Pipeline<'a> {
         Begun::Reading { place, read, pad }
     }
 
-    /// What follows the reading of a window: it is locked, and its bytes are in memory once only.
+    /// What follows the reading of a window: it is locked, and its bytes are in memory once only
+    /// where there is no more of it.
     fn after(&self, span: &Span, bound: &Arc<Bound>, window: &mut WindowLease) -> After {
         let (device, bound) = (Arc::clone(&self.filler.device), Arc::clone(bound));
         let registrar = window.memory().registrar();
@@ -275,7 +276,10 @@ impl<'a> Pipeline<'a> {
             let start = segment.source_offset;
             (segment.file, start..start + segment.bytes())
         });
-        let extents = extents.collect::<Vec<_>>();
+        // With memory to spare the file's pages stay, too: the system drops them when it needs
+        // them, and what streams by the next plan does not come from the disk again.
+        let extents: Vec<_> =
+            if self.filler.has_room_for(&bound) { Vec::new() } else { extents.collect() };
         Box::new(move || {
             if !is_locked {
                 register(&device, || registrar.register())?;

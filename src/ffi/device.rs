@@ -104,9 +104,9 @@ pub enum VbarHostMapped {
 #[repr(u32)]
 pub enum VbarPrefer {
     /// From the page cache what is there, or all of it when the file fits into what the host can
-    /// spare; else past it.
+    /// spare; else past it. What is streamed again and again may be registered there.
     Auto = 0,
-    /// Through the page cache.
+    /// Through the page cache. What is streamed again and again may be registered there.
     Ram = 1,
     /// Past the page cache (`O_DIRECT`), where the file system can; else through it.
     Disk = 2,
@@ -154,8 +154,9 @@ pub struct VbarDeviceOptions {
     /// A `VbarPrefer`. This and `host_allowance_bytes` are those of the first opening while the
     /// device is open.
     pub prefer: u32,
-    /// Most host memory that may be page-locked, in bytes; 0: what the system can spare, which
-    /// bounds a number too; `VBAR_HOST_ALLOWANCE_NONE`: none. Without room for one slot between
+    /// Most host memory that may be page-locked or registered, host frames included, in bytes; 0:
+    /// what the system can spare for all devices of the process, which bounds a number too;
+    /// `VBAR_HOST_ALLOWANCE_NONE`: none. Without room for one slot between
     /// file and device copies are from pageable memory, and slower.
     pub host_allowance_bytes: u64,
 }

@@ -149,6 +149,9 @@ pub struct VbarStatistics {
     pub source_disk_bytes: u64,
     /// Of `source_disk_bytes`, those that went past the page cache (`O_DIRECT`).
     pub source_direct_bytes: u64,
+    /// Of `locked_bytes`, pages of files that are registered: they would be in memory without, but
+    /// could be dropped.
+    pub locked_registered_bytes: u64,
 }
 
 // SAFETY: integers and arrays of them; the size first.
@@ -229,6 +232,7 @@ impl From<Statistics> for VbarStatistics {
             source_page_cache_bytes: sources.page_cache_bytes,
             source_disk_bytes: sources.disk_bytes,
             source_direct_bytes: sources.direct_bytes,
+            locked_registered_bytes: from.locked.registered_bytes,
         }
     }
 }

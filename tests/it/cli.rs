@@ -358,3 +358,46 @@ fn stress_finds_nothing() {
         assert!(number(&report, "operations") > 100 && number(&report, "checks") > 50, "{report}");
     }
 }
+
+/// Runs the program to its end: what it printed, and the bytes that it had read from disks, as the
+/// kernel counts them for the whole process.
+#[expect(unsafe_code, reason = "wait4(2) is what tells what a child has used")]
+fn counted_run(arguments: &[&str]) -> (Value, u64) {
+    let mut child = vbar(arguments).stdout(Stdio::piped()).spawn().unwrap();
+    let mut text = String::new();
+    std::io::Read::read_to_string(child.stdout.as_mut().unwrap(), &mut text).unwrap();
+    let mut usage = std::mem::MaybeUninit::<libc::rusage>::zeroed();
+    let mut status = 0;
+    // SAFETY: the child is ours and nobody has waited for it; both places may be written.
+    let waited = unsafe { libc::wait4(child.id() as i32, &mut status, 0, usage.as_mut_ptr()) };
+    assert_eq!((waited, status), (child.id() as i32, 0), "{text}");
+    // SAFETY: zeroed, and written by the call.
+    let blocks = unsafe { usage.assume_init() }.ru_inblock;
+    (serde_json::from_str(&text).unwrap(), blocks as u64 * 512)
+}
+
+#[test]
+fn scenario_39_ten_passes_read_the_disk_once() {
+    let (_folder, path) = model("64M");
+    let _in_memory_from_here_on = output(&["--version"]);
+    for prefer in ["auto", "ram"] {
+        // Nothing of it in memory, where the file system lets go.
+        let file = std::fs::File::open(&path).unwrap();
+        file.sync_all().unwrap();
+        rustix::fs::fadvise(&file, 0, None, rustix::fs::Advice::DontNeed).unwrap();
+        let arguments = ["run", text(&path), "--budget", "50%", "--passes", "10", "--json"];
+        let more = ["--prefer", prefer, "--device", SIM];
+        let (report, read_bytes) = counted_run(&[&arguments[..], &more].concat());
+        let model = number(&report, "model_bytes");
+        let sources = &report["sources"];
+        assert!(number(sources, "disk_bytes") * 100 <= model * 105, "{report}");
+        assert!(read_bytes * 100 <= model * 105, "{read_bytes} of {model}: {report}");
+        // A file system in memory reads no disk; one that does reads all of it once.
+        assert!(read_bytes == 0 || read_bytes * 100 >= model * 95, "{read_bytes} of {model}");
+        // Ring, page-locked cache and what was given back in between: each byte came somewhere.
+        let copied = ["locked_cache_bytes", "registered_bytes", "page_cache_bytes", "disk_bytes"];
+        let copied: u64 = copied.iter().map(|source| number(sources, source)).sum();
+        assert!(copied > 3 * model, "{report}");
+        assert!(number(sources, "locked_cache_bytes") > model, "{report}");
+    }
+}

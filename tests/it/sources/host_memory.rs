@@ -257,3 +257,33 @@ fn memory_that_the_driver_does_not_lock_is_done_without() {
     let filler = Filler::new(device).unwrap();
     assert_eq!((filler.locked_bytes(), sim.calls(Verb::MemHostAlloc)), (0, 1));
 }
+
+#[test]
+fn file_pages_are_given_back_unless_there_is_memory_to_spare() {
+    // Eight pages and a slot are all there is room for, or there is more than enough.
+    for (options, stays) in [(allowed(9), false), (threaded(), true)] {
+        let rig = Rig::new(8, options, Reader::Descriptor);
+        let file = File::open(&rig.path).unwrap();
+        let system = vbar::host::file_system::FileSystem::of(
+            std::os::fd::AsFd::as_fd(&file),
+            &vbar::host::mounts::SystemRoot::default(),
+        );
+        if system.unwrap().kind != vbar::host::file_system::FileSystemKind::Local {
+            return; // It cannot be asked what it has in memory.
+        }
+        // What is not written yet stays in memory whatever is asked.
+        file.sync_all().unwrap();
+        let is_cached = |page: u64| {
+            let (mut byte, flags) = ([0], rustix::io::ReadWriteFlags::NOWAIT);
+            let at = OFFSET + page * P + P / 2;
+            let mut targets = [io::IoSliceMut::new(&mut byte)];
+            rustix::io::preadv2(&file, &mut targets, at, flags).is_ok()
+        };
+        assert!((0..8).all(is_cached));
+        rig.fill(0..8, Keep::Locked);
+        assert!(rig.cache_bytes() > 0);
+        let left = (0..8).filter(|page| is_cached(*page)).count();
+        assert_eq!(left == 8, stays, "{left} of 8 pages are in memory");
+        rig.check_shut();
+    }
+}
