@@ -371,6 +371,7 @@ fn counted_run(arguments: &[&str]) -> (Value, u64) {
     // SAFETY: the child is ours and nobody has waited for it; both places may be written.
     let waited = unsafe { libc::wait4(child.id() as i32, &mut status, 0, usage.as_mut_ptr()) };
     assert_eq!((waited, status), (child.id() as i32, 0), "{text}");
+    assert!(child.wait().is_err(), "it has been waited for");
     // SAFETY: zeroed, and written by the call.
     let blocks = unsafe { usage.assume_init() }.ru_inblock;
     (serde_json::from_str(&text).unwrap(), blocks as u64 * 512)
