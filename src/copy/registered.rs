@@ -35,8 +35,9 @@ use crate::units::MIB;
 
 /// The first library whose flag means what is wanted here: CUDA 12.8, of driver 570.
 const VERSION_MIN: i32 = 12_080;
-/// What one call of the housekeeping registers: launches wait for about 2 ms.
-const BYTES_A_CALL: u64 = 64 * MIB;
+/// What one call of the housekeeping registers: launches wait for about 4 ms of it, in steps of a
+/// window, one in 25.
+const BYTES_A_CALL: u64 = 128 * MIB;
 /// A window whose pages are not in memory is looked at so many times.
 const LOOKS_MAX: u32 = 8;
 /// A trial that has not come back by then never counts.
