@@ -11,7 +11,7 @@
 //! is given back only after its last copy, on the housekeeping thread, or when all ends.
 
 use std::collections::BTreeMap;
-use std::ops::Range;
+use std::ops::{Bound, Range};
 use std::sync::{Arc, OnceLock, Weak};
 use std::time::{Duration, Instant};
 
@@ -109,6 +109,7 @@ pub(super) struct Copied {
 
 /// What came of a wanted window.
 enum Made {
+    /// So many bytes were registered, or read ahead.
     Bytes(u64),
     Nothing,
     /// It is on trial: the others wait.
@@ -249,10 +250,11 @@ impl Registered {
     /// waits for.
     pub(super) fn advance(&self, cache: &Cache) {
         self.look_at_trial(cache);
-        let (mut bytes, mut later) = (0, Vec::new());
+        let (mut bytes, mut last) = (0, None);
         while bytes < BYTES_A_CALL {
-            let Some((key, wanted, is_tried)) = self.next_wanted() else { break };
-            match self.make(key, wanted, is_tried, cache, &mut later) {
+            let Some((key, wanted, is_tried)) = self.next_wanted(last) else { break };
+            last = Some(key);
+            match self.make(key, wanted, is_tried, cache) {
                 Made::Bytes(made) => bytes += made,
                 Made::Nothing => {}
                 Made::Tried => break,
@@ -262,36 +264,26 @@ impl Registered {
                 }
             }
         }
-        let mut state = self.state.lock();
-        state.making = None;
-        state.wanted.extend(later);
+        self.state.lock().making = None;
     }
 
-    fn next_wanted(&self) -> Option<(Key, Wanted, bool)> {
+    /// The next that is wanted, behind `last`.
+    fn next_wanted(&self, last: Option<Key>) -> Option<(Key, Wanted, bool)> {
         let mut state = self.state.lock();
         if self.off.load(Relaxed) || state.trial.is_some() {
             return None;
         }
-        let (key, wanted) = loop {
-            let next = state.wanted.pop_first()?;
-            // It may have come by the trial meanwhile.
-            if !state.has(next.0) {
-                break next;
-            }
-        };
+        let behind = (last.map_or(Bound::Unbounded, Bound::Excluded), Bound::Unbounded);
+        // What has come by the trial meanwhile is there.
+        let mut keys = state.wanted.range(behind).map(|(key, _)| *key);
+        let key = keys.find(|key| !state.has(*key))?;
+        let wanted = state.wanted.remove(&key)?;
         state.making = Some(key);
         let is_tried = state.known(&wanted.file).is_some_and(|known| known.is_tried);
         Some((key, wanted, is_tried))
     }
 
-    fn make(
-        &self,
-        key: Key,
-        wanted: Wanted,
-        is_tried: bool,
-        cache: &Cache,
-        later: &mut Vec<(Key, Wanted)>,
-    ) -> Made {
+    fn make(&self, key: Key, wanted: Wanted, is_tried: bool, cache: &Cache) -> Made {
         let file = Arc::clone(&wanted.file);
         if self.room.is_short() {
             return Made::Stop;
@@ -308,21 +300,19 @@ impl Registered {
                 return Made::Nothing;
             }
         };
+        let bytes = window.bytes();
         match window.cached() {
             Cached::Yes => {}
             Cached::No => {
                 window.read_ahead();
-                if wanted.looks < LOOKS_MAX {
-                    later.push((key, Wanted { looks: wanted.looks + 1, ..wanted }));
-                }
-                return Made::Nothing;
+                self.look_again(key, wanted);
+                return Made::Bytes(bytes);
             }
             Cached::Unknown => {
                 self.give_up(&file);
                 return Made::Nothing;
             }
         }
-        let bytes = window.bytes();
         if !self.room.try_hold_as(Held::FilePages, bytes) {
             return Made::Stop;
         }
@@ -353,6 +343,14 @@ impl Registered {
         }
     }
 
+    /// A window's pages are not all in memory yet.
+    fn look_again(&self, key: Key, wanted: Wanted) {
+        let mut state = self.state.lock();
+        if wanted.looks < LOOKS_MAX && state.making == Some(key) {
+            state.wanted.insert(key, Wanted { looks: wanted.looks + 1, ..wanted });
+        }
+    }
+
     /// The window that was being made is registered.
     fn enter(&self, window: FileWindow, cache: &Cache) {
         let mut state = self.state.lock();
@@ -365,6 +363,8 @@ impl Registered {
             return state.parting.push((entry, Instant::now()));
         };
         debug_assert!(!state.has(key), "a span has one window");
+        // It may have been wanted again while it was on trial.
+        state.wanted.remove(&key);
         state.windows.insert(key, entry);
         drop(state);
         // One copy in memory is enough.

@@ -4,7 +4,7 @@ use std::os::fd::AsFd;
 
 use vbar::counters::Waiter;
 use vbar::driver::sim::Verb;
-use vbar::host::file_system::FileSystem;
+use vbar::host::file_system::{FileSystem, FileSystemKind};
 use vbar::host::mounts::SystemRoot;
 use vbar::outcome::WaitKind;
 
@@ -32,8 +32,19 @@ pub(super) fn shared_memory() -> TempDir {
 }
 
 pub(super) fn rig(system: &System, options: RuntimeOptions) -> Rig {
+    rig_in(shared_memory(), system, options)
+}
+
+fn rig_in(folder: TempDir, system: &System, options: RuntimeOptions) -> Rig {
     let options = RuntimeOptions { system_root: system.options().system_root, ..options };
-    Rig::on(ABLE, shared_memory(), PAGES.into(), options, Reader::Descriptor)
+    Rig::on(ABLE, folder, PAGES.into(), options, Reader::Descriptor)
+}
+
+/// Whether temporary files lie on a disk whose pages may be registered, and not in memory.
+fn disk_may_be_registered() -> bool {
+    let file = tempfile::tempfile().unwrap();
+    let system = FileSystem::of(file.as_fd(), &SystemRoot::default()).unwrap();
+    system.may_be_registered() && system.kind == FileSystemKind::Local
 }
 
 pub(super) fn preferring(prefer: Prefer) -> RuntimeOptions {
@@ -68,6 +79,13 @@ impl Rig {
         panic!("{} bytes are registered", self.registered_bytes());
     }
 
+    /// Drops the file from memory.
+    fn drop_from_memory(&self) {
+        let file = File::open(&self.path).unwrap();
+        file.sync_all().unwrap();
+        rustix::fs::fadvise(&file, 0, None, rustix::fs::Advice::DontNeed).unwrap();
+    }
+
     pub(super) fn read_only_calls(&self) -> u64 {
         self.sim.calls(Verb::MemHostRegisterReadOnly)
     }
@@ -85,15 +103,12 @@ fn check_unused(rig: Rig) {
 #[test]
 fn a_file_is_registered_after_two_rounds_from_memory() {
     // In memory, and on a disk where that is of a kind that may be.
-    let disk = tempfile::tempfile().unwrap();
-    let disk = FileSystem::of(disk.as_fd(), &SystemRoot::default()).unwrap().may_be_registered();
+    let disk = disk_may_be_registered();
     for prefer in [Prefer::Ram, Prefer::Auto] {
         for in_memory in [true, false].into_iter().filter(|in_memory| *in_memory || disk) {
             let system = able(60 << 30);
             let folder = if in_memory { shared_memory() } else { TempDir::new().unwrap() };
-            let root = system.options().system_root;
-            let options = RuntimeOptions { system_root: root, ..preferring(prefer) };
-            let rig = Rig::on(ABLE, folder, PAGES.into(), options, Reader::Descriptor);
+            let rig = rig_in(folder, &system, preferring(prefer));
             rig.stream(2);
             assert_eq!(rig.read_only_calls(), 0, "it is not known to be warm before");
             rig.register();
@@ -171,6 +186,46 @@ fn a_file_that_others_have_locked_is_not_registered() {
     file.lock_shared().unwrap();
     check_unused(second);
     first.check_shut();
+}
+
+#[test]
+fn pages_that_left_memory_are_read_before_they_are_registered() {
+    if !disk_may_be_registered() {
+        return; // A file in memory does not leave it.
+    }
+    let system = able(60 << 30);
+    let rig = rig_in(TempDir::new().unwrap(), &system, preferring(Prefer::Ram));
+    rig.stream(2);
+    rig.fill(0..PAGES, Keep::Locked);
+    rig.drop_from_memory();
+    rig.filler().housekeep().unwrap();
+    assert_eq!(rig.read_only_calls(), 0, "the driver would have waited for the disk");
+    rig.register();
+    let before = rig.sources();
+    rig.stream(1);
+    assert_eq!(rig.sources().since(before).registered_bytes, u64::from(PAGES) * P);
+    rig.check_shut();
+}
+
+#[test]
+fn a_file_that_comes_from_the_disk_is_locked_in_memory_of_ours() {
+    if !disk_may_be_registered() {
+        return;
+    }
+    let system = able(60 << 30);
+    let rig = rig_in(TempDir::new().unwrap(), &system, preferring(Prefer::Auto));
+    rig.drop_from_memory();
+    rig.stream(4);
+    assert_eq!((rig.read_only_calls(), rig.cache_bytes()), (0, u64::from(PAGES) * UNIT));
+    assert!(rig.sources().disk_bytes > 0);
+    rig.check_shut();
+    // When it is told to stay in the page cache it is registered all the same, once it is there.
+    let rig = rig_in(TempDir::new().unwrap(), &system, preferring(Prefer::Ram));
+    rig.drop_from_memory();
+    rig.stream(1);
+    rig.register();
+    assert_eq!(rig.cache_bytes(), 0);
+    rig.check_shut();
 }
 
 /// Streams a model each of whose pages is two halves, from places in the file that `places` tells.
