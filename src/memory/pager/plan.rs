@@ -265,8 +265,8 @@ fn take_frames(
     Ok((takes, own))
 }
 
-/// Up to `needed` frames that no page has to give up: free ones, new ones under the budget, and
-/// free ones that are still in use.
+/// Up to `needed` frames that no page has to give up: free ones, new ones under the budget, free
+/// ones that are still in use, and those of pages that only wait for their last users to be gone.
 pub(super) fn take_spare(
     state: &mut State,
     device: &Device,
@@ -289,6 +289,12 @@ pub(super) fn take_spare(
     while takes.len() < needed {
         let in_use = |users: &[Ticket]| blocked.admit(device, users.to_vec(), usable);
         let Some((frame, users)) = state.frames.take_free(in_use) else { break };
+        takes.push((Take::Free(frame), users));
+    }
+    // Strictly, a frame's old mapping goes before the new one comes.
+    while takes.len() < needed && usable == Usable::Recorded {
+        let in_use = |users: &[Ticket]| blocked.admit(device, users.to_vec(), usable);
+        let Some((frame, users)) = state.take_leaving(in_use) else { break };
         takes.push((Take::Free(frame), users));
     }
     (takes, blocked)

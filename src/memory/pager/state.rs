@@ -320,6 +320,26 @@ impl State {
         self.frames.handle(frame)
     }
 
+    /// Takes the frame of a page that is gone but for its last users, if `admit` lets them. The
+    /// page's mapping stays behind until they have passed.
+    pub(super) fn take_leaving(
+        &mut self,
+        mut admit: impl FnMut(&[Ticket]) -> Option<Vec<Ticket>>,
+    ) -> Option<(FrameIndex, Vec<Ticket>)> {
+        let found = self.lingering.iter_mut().find_map(|entry| match entry.frame {
+            LingeringFrame::To(frame, Destination::FreeList) => {
+                let users = admit(&entry.users)?;
+                entry.frame = LingeringFrame::Moved;
+                Some((frame, users))
+            }
+            _ => None,
+        });
+        if let Some((frame, _)) = found {
+            self.frames.leave_mapping(frame);
+        }
+        found
+    }
+
     /// Checks the invariants; for tests and debug builds. Pages in the middle of a fault are in
     /// no set yet, so only what is in the sets is checked against the words.
     pub(super) fn is_valid(&self) -> bool {
