@@ -18,6 +18,7 @@ mod engine;
 mod engine_more;
 mod files;
 mod forked;
+mod gradual;
 mod host_mapped;
 mod host_mapped_twin;
 mod limits;
