@@ -63,6 +63,7 @@ files! {
     test_library
     test_life
     test_shared
+    test_signals
 }
 
 #[test]
