@@ -9,7 +9,7 @@ import sys
 import unittest
 
 import vbar
-from support import PAGE, Case, Sim, open_device, pattern, spec
+from support import PAGE, Case, Sim, check_program, open_device, pattern, spec
 
 
 class Raised(BaseException):
@@ -203,6 +203,62 @@ class Handlers(Case):
             self.assertEqual(seen, [])
             self.assertEqual(bar.residency()[0].pin_count, 0)
             self.assertEqual(device.statistics().bar_count, 1)
+
+
+class Subinterpreters(Case):
+    def test_the_interrupt_stays_the_main_interpreters(self):
+        check_program(
+            self,
+            """
+            import os, signal, sys, threading, time, vbar
+            interpreters = None
+            for name in ("_interpreters", "_xxsubinterpreters"):
+                try:
+                    interpreters = __import__(name)
+                    break
+                except ImportError:
+                    pass
+            if interpreters is None:
+                sys.exit(0)
+            device = vbar.Device("sim", headroom=0, wait_timeout=60, threads=False)
+            bar = device.create_bar(1)
+            guard = bar.fault(0, 64)
+            try:
+                # Of the kind that shares the interpreter lock, where ctypes can be imported.
+                other = interpreters.create("legacy")
+            except TypeError:
+                other = interpreters.create(isolated=False)
+            failed = interpreters.run_string(other, '''if True:
+                import sys
+                sys.path[:] = %r
+                import vbar
+                from vbar import _interrupt
+                assert not _interrupt.unarmed
+                with vbar.Device("sim:capacity=32M", headroom=0, threads=False) as mine:
+                    with mine.create_bar(1).fault(0, 64) as bytes:
+                        assert bytes
+                assert _interrupt._check is None
+            ''' % (sys.path,))
+            assert failed is None, failed
+            for left in (2, 1):
+                if left == 1:
+                    # Nor does its end take the check away.
+                    interpreters.destroy(other)
+                started = time.monotonic()
+                def send():
+                    time.sleep(0.15)
+                    os.kill(os.getpid(), signal.SIGINT)
+                threading.Thread(target=send, daemon=True).start()
+                waiting = device.create_bar(1)
+                held = waiting.fault(0, 64)
+                try:
+                    waiting.close(wait=True)
+                except KeyboardInterrupt:
+                    assert time.monotonic() - started < 20
+                else:
+                    sys.exit("not interrupted")
+            """,
+        )
 
 
 if __name__ == "__main__":
