@@ -64,6 +64,7 @@ files! {
     test_life
     test_shared
     test_signals
+    test_sim
 }
 
 #[test]

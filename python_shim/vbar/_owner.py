@@ -25,6 +25,7 @@ class Handle(ctypes.c_uint64):
     __slots__ = ("_closing", "_end")
 
     def __init__(self, closing: Callable[..., int]) -> None:
+        #: Called with the handle's number; a partial one is C as well.
         self._closing = closing
         # The number itself, read when it comes to that; a reference to this would be a cycle.
         number = _abi.Handle.from_address(ctypes.addressof(self))

@@ -656,7 +656,7 @@ class Debugging(Case):
                 pass
             bar.end_of_run()
             self.assertEqual(bar.free_memory().bytes, PAGE)
-            with self.assertRaises(AssertionError):
+            with self.assertRaises(vbar.DriverError):
                 sim.peek(bytes.address, 8)
 
 
@@ -668,7 +668,7 @@ class Pressure(Case):
                 pass
             bar.end_of_run()
             # Of 64 MiB others have 24, and 24 are to be left free.
-            sim._call("vbar_sim_set_outside_bytes", sim._sim, 24 * MIB)
+            sim.set_outside_bytes(24 * MIB)
             until = time.monotonic() + 20
             # No call of ours but those that only look.
             while device.statistics().used_bytes > 16 * MIB and time.monotonic() < until:
