@@ -88,7 +88,7 @@ fn a_run_with_evictions_leaves_its_spans() {
         let told = number(&report["kinds"][kind], "count");
         assert_eq!(told, kinds[kind] as u64, "{kind}");
     }
-    // Three passes; the headroom at the begin, and what the library's own thread looks at meanwhile.
+    // Three passes; the headroom at the begin, and what the library's own thread looks at.
     assert_eq!(kinds["pass"], 3);
     assert!(kinds["budget_change"] >= 1, "{kinds:?}");
     let run = &report["run"];

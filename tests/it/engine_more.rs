@@ -370,13 +370,17 @@ fn spoil(how: &str, path: &Path) {
             let file = std::fs::OpenOptions::new().write(true).open(path).unwrap();
             file.set_len(file.metadata().unwrap().len() / 2).unwrap();
         }
+        "unreadable" => {
+            use std::os::unix::fs::PermissionsExt;
+            std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o000)).unwrap();
+        }
         _ => std::fs::write(path, vec![7; 32 * P as usize]).unwrap(),
     }
 }
 
 #[test]
 fn a_file_that_is_another_one_now_fails_its_own_faults_only() {
-    for how in ["deleted", "replaced", "cut", "written"] {
+    for how in ["deleted", "replaced", "cut", "unreadable", "written"] {
         let rig = Rig::new(threaded(20));
         let (spoiled, whole) = (rig.model(how, 32), rig.model("whole", 32));
         for _ in 0..3 {

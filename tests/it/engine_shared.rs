@@ -1,5 +1,5 @@
-//! Several runtimes and processes stream one file at once: who holds its lock gives its cached pages
-//! back, the others read on, and nobody gets a wrong byte.
+//! Several runtimes and processes stream one file at once: who holds its lock gives its cached
+//! pages back, the others read on, and nobody gets a wrong byte.
 
 use std::path::Path;
 use std::process::Command;

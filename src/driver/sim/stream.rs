@@ -467,7 +467,6 @@ fn note_accesses(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::driver::Driver;
     use crate::driver::sim::{Sim, SimOptions};
     use crate::units::DeviceOrdinal;
 
