@@ -47,8 +47,8 @@ class Pins(_abi.Fault):
     #: What keeps the stream alive, on which the token is given back when this is dropped.
     stream_owner: Any = None
 
-    def __init__(self) -> None:
-        self._end: Callable[..., Any] = nothing
+    #: What ends it; not there until there is something to own, which Python passes over.
+    _end: Callable[..., Any]
 
     def own(self, unpin: Callable[[int, int], int], stream: int) -> None:
         """Own the token, also one that is yet to come: it is given back on ``stream``."""
