@@ -16,6 +16,8 @@ mod closing_threads;
 mod door;
 mod engine;
 mod engine_more;
+mod engine_pressure;
+mod engine_shared;
 mod files;
 mod forked;
 mod gradual;

@@ -371,8 +371,13 @@ impl Pager {
         }
         let state = if ready.is_none() { PageState::Resident } else { PageState::Issued };
         let pins = u32::from(claim.asker == Asker::Fault);
+        // At one moment for whoever has the lock. A published page that was in no set yet could be
+        // evicted, by a stale entry among the streamed ones, and was then entered although it was
+        // absent.
+        let mut locked = self.state.lock();
         let generation = page.publish(state, pins, ready);
-        self.state.lock().add_resident(claim.bar.id, claim.page, claim.streams);
+        locked.add_resident(claim.bar.id, claim.page, claim.streams);
+        drop(locked);
         (pins > 0).then(|| Protected::new(Arc::clone(&claim.bar), claim.page, generation))
     }
 
