@@ -7,8 +7,11 @@
 //! and no byte. It keeps nothing alive: whoever stops it waits for its end.
 
 mod course;
+mod drift;
+mod meter;
 mod notes;
 mod plan;
+mod position;
 mod runner;
 mod samples;
 
@@ -21,16 +24,18 @@ use std::time::Duration;
 
 use crate::error::{Error, ErrorCode, Result};
 use crate::memory::pager::{Follow, Pager};
+use crate::model::placement::PassMeasured;
 use crate::model::schedule::Span;
 use crate::process;
 use crate::sync::Mutex;
 use crate::sync::device::Device;
 use crate::sync::wait::set_wait_check;
+use crate::trace;
 use crate::units::Stream;
 
 use notes::{Note, Notes, Taken};
 use runner::Runner;
-use samples::Samples;
+use samples::{Sample, Samples, Wanted};
 
 pub use runner::EngineNumbers;
 
@@ -60,7 +65,18 @@ struct Work {
     notes: Notes,
     runner: Mutex<Runner>,
     samples: Samples,
+    time: Time,
     numbers: Arc<Mutex<EngineNumbers>>,
+}
+
+/// Where the engine has its times from.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+enum Time {
+    /// The clock: what it measures changes what it does.
+    Clock,
+    /// Whoever drives it by hand tells it, or it has none: it does the same each time.
+    #[default]
+    Told,
 }
 
 impl Engine {
@@ -84,7 +100,7 @@ impl Engine {
         if running.is_some() {
             return Ok(());
         }
-        let work = self.open();
+        let work = self.open(Time::Clock);
         let (for_thread, pager) = (Arc::clone(&work), Arc::downgrade(pager));
         let spawned = process::spawn(NAME, move || run(&pager, &for_thread));
         let handle =
@@ -110,13 +126,13 @@ impl Engine {
     /// Takes notes without a thread: they are worked on by [`Engine::drive`] only. For tests that
     /// say when the engine runs.
     pub fn open_by_hand(&self) {
-        let work = self.open();
+        let work = self.open(Time::Told);
         self.running.lock().get_or_insert(Running { work, thread: None });
     }
 
-    fn open(&self) -> Arc<Work> {
+    fn open(&self, time: Time) -> Arc<Work> {
         let numbers = Arc::clone(&self.numbers);
-        let work = Arc::new(Work { numbers, ..Work::default() });
+        let work = Arc::new(Work { numbers, time, ..Work::default() });
         work.notes.open();
         work
     }
@@ -134,6 +150,20 @@ impl Engine {
             }
         }
         Ok(())
+    }
+
+    /// A cycle came to this: for tests that drive it by hand, whose engine has no clock.
+    pub fn tell_cycle(&self, pager: &Pager, pass: PassMeasured) {
+        let Some(work) = self.work() else { return };
+        let mut runner = work.runner.lock();
+        runner.observe(pager, pass);
+        *work.numbers.lock() = runner.numbers();
+    }
+
+    /// The device took so long from a fault to its unpin: for the same tests.
+    pub fn tell_compute(&self, spans: Vec<Span>, compute_ns: u64) {
+        let Some(work) = self.work() else { return };
+        work.runner.lock().sample(&Sample { spans, compute_ns });
     }
 
     /// The program says in which order it will fault, again and again.
@@ -181,7 +211,8 @@ impl Follow for Engine {
     fn faulted(&self, device: &Device, spans: &[Span], stream: Stream) {
         if let Some(work) = self.work() {
             work.samples.begin(device, spans, stream);
-            work.notes.add(Note::Faulted(spans.to_vec()));
+            let at_ns = (work.time == Time::Clock).then(trace::clock_ns);
+            work.notes.add(Note::Faulted { spans: spans.to_vec(), at_ns });
         }
     }
 
@@ -214,7 +245,10 @@ impl Work {
             runner.sample(&sample);
         }
         let done = runner.work(pager, taken, &self.notes);
-        self.samples.want(runner.wants_samples());
+        self.samples.want(match runner.wants_samples() {
+            Wanted::Some if self.time == Time::Told => Wanted::None,
+            wanted => wanted,
+        });
         let recovered = done.or_else(|error| match error.code() {
             ErrorCode::DeviceLost | ErrorCode::ProcessEnding => Err(error),
             _ => {
