@@ -1,8 +1,10 @@
 //! The engine's plans: what they load in a cycle of several models, and how they move.
 
+use vbar::RuntimeOptions;
 use vbar::model::placement::{Cycle, CycleStep, PassMeasured, Ranking};
 use vbar::model::policy_model::{Policy, run};
 use vbar::model::schedule::{BarId, PageRef};
+use vbar::options::Threads;
 
 use crate::engine::Bench;
 use crate::world::{P, budget_options};
@@ -211,5 +213,29 @@ fn compute_times_that_drift_make_another_plan_and_noise_makes_none() {
     assert_eq!(plans(&bench), before + 1);
     clean_pass(&mut bench);
     assert_eq!(plans(&bench), before + 1);
+    bench.check_shut();
+}
+
+/// The clock, the samples and the timed copies come together; how much each is is not asked.
+#[test]
+fn with_a_thread_of_its_own_cycles_and_the_link_are_measured() {
+    let options = RuntimeOptions { threads: Some(Threads::On), ..budget_options(32) };
+    let mut bench = Bench::new(&[64], options);
+    let is_measured = |bench: &Bench| {
+        let numbers = bench.world.runtime.engine_numbers();
+        numbers.measured_cycles > 0 && numbers.link_ns_per_mib > 0
+    };
+    let passes = (0..1000).find(|_| {
+        bench.pass(0);
+        is_measured(&bench)
+    });
+    assert!(passes.is_some(), "{:?}", bench.world.runtime.engine_numbers());
+    bench.world.runtime.set_threads(Threads::Off).unwrap();
+    bench.check_shut();
+    // Driven by hand it has no clock and measures nothing.
+    let mut bench = Bench::new(&[64], budget_options(32));
+    (0..8).for_each(|_| bench.pass(0));
+    let numbers = bench.world.runtime.engine_numbers();
+    assert_eq!((numbers.measured_cycles, numbers.link_ns_per_mib), (0, 0));
     bench.check_shut();
 }

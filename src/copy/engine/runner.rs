@@ -53,6 +53,10 @@ pub struct EngineNumbers {
     pub streaming_frames: u64,
     /// Steps that the engine is ahead of the program.
     pub steps_ahead: u64,
+    /// Cycles of plans that were measured so far.
+    pub measured_cycles: u64,
+    /// Time that a MiB takes on the link, in nanoseconds; 0 before that was measured.
+    pub link_ns_per_mib: u64,
 }
 
 #[derive(Default)]
@@ -62,6 +66,9 @@ pub(super) struct Runner {
     plan: Option<Plan>,
     plans: u64,
     meter: Meter,
+    measured_cycles: u64,
+    /// As measured by the last turn of a cycle, and when the last plan was made.
+    link_ns_per_mib: Option<u64>,
     drift: Drift,
     /// Steps that came so far.
     steps: u64,
@@ -103,7 +110,8 @@ impl Runner {
     pub(super) fn restart(&mut self, pager: &Pager) {
         self.lift_plan(pager);
         let told = std::mem::take(&mut self.told);
-        *self = Self { told, plans: self.plans, ..Self::default() };
+        let (plans, measured_cycles) = (self.plans, self.measured_cycles);
+        *self = Self { told, plans, measured_cycles, ..Self::default() };
     }
 
     pub(super) fn numbers(&self) -> EngineNumbers {
@@ -116,6 +124,8 @@ impl Runner {
             kept_pages: plan.map_or(0, Plan::kept_count),
             streaming_frames: plan.map_or(0, |plan| u64::from(plan.streaming_frames())),
             steps_ahead: self.course.entered_count() as u64,
+            measured_cycles: self.measured_cycles,
+            link_ns_per_mib: self.link_ns_per_mib.unwrap_or(0),
         }
     }
 
@@ -175,7 +185,9 @@ impl Runner {
             let copied_bytes = copied.load(std::sync::atomic::Ordering::Relaxed);
             let reading = at_ns.map(|at_ns| Reading { at_ns, copied_bytes });
             let compute_ns = plan.cycle_compute_ns(|step| self.schedule.compute_ns(step));
-            let pass = self.meter.turn(reading, compute_ns, ns_per_mib(pager));
+            self.link_ns_per_mib = pager.link_ns_per_mib();
+            let ns_per_mib = self.link_ns_per_mib.unwrap_or(NS_PER_MIB);
+            let pass = self.meter.turn(reading, compute_ns, ns_per_mib);
             let sampled = plan.sampled;
             if let Some(pass) = pass.filter(|_| sampled) {
                 self.observe(pager, pass);
@@ -205,6 +217,7 @@ impl Runner {
     /// A cycle of the plan in force was measured.
     pub(super) fn observe(&mut self, pager: &Pager, pass: PassMeasured) {
         let Some(mut plan) = self.plan.take() else { return };
+        self.measured_cycles += 1;
         let (before, was_trying) = (plan.streaming_frames(), plan.is_trying());
         if plan.observe(pass) {
             let now = plan.streaming_frames();
@@ -281,7 +294,9 @@ impl Runner {
             }
             before => {
                 let page_bytes = pager.device.options.page_size.bytes();
-                let page_ns = page_bytes.saturating_mul(ns_per_mib(pager)) / MIB;
+                self.link_ns_per_mib = pager.link_ns_per_mib();
+                let ns_per_mib = self.link_ns_per_mib.unwrap_or(NS_PER_MIB);
+                let page_ns = page_bytes.saturating_mul(ns_per_mib) / MIB;
                 let classes = |bar: BarId| self.bars.get(&bar).map_or(0, |bar| pager.class_of(bar));
                 let Some(cycle) = Cycle::of(&self.schedule, page_ns.max(1), classes) else {
                     self.plan = before;
@@ -478,10 +493,6 @@ impl Spent for SpentPages<'_> {
     fn put_back(&mut self, page: PageOf) {
         self.course.add_spent(PageRef { bar: BarId(page.bar.id), page: page.page });
     }
-}
-
-fn ns_per_mib(pager: &Pager) -> u64 {
-    pager.link_ns_per_mib().unwrap_or(NS_PER_MIB)
 }
 
 fn is_kept(plan: Option<&Plan>, page: PageRef) -> bool {

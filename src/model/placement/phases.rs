@@ -37,7 +37,7 @@ pub struct Layout {
 
 /// Gaps of a page that follow each other and are alike.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-struct Item {
+pub(super) struct Item {
     place: u32,
     /// Index of the visit before the first gap.
     visit: usize,
@@ -139,10 +139,18 @@ impl Ranking {
     /// # Errors
     /// Some steps need more frames than that leaves to them.
     pub fn place_phases(&self, frames: u32, streaming: u32) -> Result<Layout, TooFewFrames> {
+        self.place_items(&self.items(), frames, streaming)
+    }
+
+    pub(super) fn place_items(
+        &self,
+        items: &[Item],
+        frames: u32,
+        streaming: u32,
+    ) -> Result<Layout, TooFewFrames> {
         let few = TooFewFrames { needed: self.largest_step() };
         let room = frames.checked_sub(streaming).ok_or(few)?;
         let mut chooser = Chooser::new(self, room, streaming);
-        let items = self.items();
         for level in items.chunk_by(|a, b| self.level(a) == self.level(b)) {
             self.phases(level).iter().for_each(|phase| chooser.keep_phase(phase));
         }
@@ -155,7 +163,7 @@ impl Ranking {
     }
 
     /// All gaps in the order in which they are kept.
-    fn items(&self) -> Vec<Item> {
+    pub(super) fn items(&self) -> Vec<Item> {
         let steps = self.cycle.steps.len();
         let mut items = Vec::new();
         for (place, visits) in (0u32..).zip(&self.visits) {
@@ -225,9 +233,9 @@ impl Ranking {
         (first, visits[last % visits.len()].last + turns + 1)
     }
 
-    /// Whether pages can be kept for a part of the cycle: some gaps of a page are unlike others.
-    pub(super) fn can_have_phases(&self) -> bool {
-        self.items().iter().any(|item| item.gaps < self.visits[item.place as usize].len())
+    /// Whether the item is a part of the cycle: with the others its page stays throughout.
+    pub(super) fn is_part(&self, item: &Item) -> bool {
+        item.gaps < self.visits[item.place as usize].len()
     }
 
     fn laid_out(&self, kept: &[Vec<bool>], frames: u32, streaming_frames: u32) -> Option<Layout> {

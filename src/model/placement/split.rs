@@ -64,15 +64,18 @@ impl Ranking {
     /// One step alone needs more than `frames`.
     pub fn lay_out(&self, frames: u32) -> Result<Layout, TooFewFrames> {
         let mut best = self.place_best(frames)?.layout();
-        if best.streaming_frames() == 0 || !self.can_have_phases() {
+        let items = self.items();
+        if best.streaming_frames() == 0 || !items.iter().any(|item| self.is_part(item)) {
             return Ok(best);
         }
         let flow_of = |layout: &Layout| layout.flow().map(|flow| (cost(flow), flow.loads));
         let Some((mut least, loads)) = flow_of(&best) else { return Ok(best) };
         // What stays throughout is never fetched twice: for less than this it is left so.
         let (little, few) = (least / COST_GAIN, loads / LOADS_GAIN);
-        for size in self.sizes(frames)? {
-            let Ok(layout) = self.place_phases(frames, size) else { continue };
+        // Each takes longer than a look at what stays throughout: not all of them.
+        let sizes = self.sizes(frames)?.into_iter().step_by(2);
+        for size in std::iter::once(best.streaming_frames()).chain(sizes) {
+            let Ok(layout) = self.place_items(&items, frames, size) else { continue };
             let Some((phases_cost, phases_loads)) = flow_of(&layout) else { continue };
             let pays =
                 best.has_phases() || phases_cost + little < least || phases_loads + few < loads;
@@ -121,7 +124,7 @@ pub struct Split {
     least: u32,
     most: u32,
     /// The best that was measured so far, first the model's choice: frames, and the time of a pass
-    /// with them once it is known. What is kept is never slower than that by more than a hundredth.
+    /// with them once it is known. What is slower than that by half a hundredth goes back to it.
     best: (u32, Option<u64>),
     phase: Phase,
     /// The next pass still carries the last change.
@@ -199,7 +202,7 @@ impl Split {
         let pass = self.middle();
         match self.best {
             (frames, _) if frames == self.frames => self.best.1 = Some(pass.pass_ns),
-            (frames, Some(best_ns)) if pass.pass_ns > best_ns + best_ns / 100 => {
+            (frames, Some(best_ns)) if pass.pass_ns > best_ns + best_ns / 200 => {
                 self.patience = [PATIENCE_MAX; 2];
                 return self.change(frames, Phase::Steady(0));
             }
