@@ -2,9 +2,10 @@
 //!
 //! One thread a device. It is told of every fault and unpin of bound VBARs while these exceed the
 //! budget, learns their order (`model/schedule`), decides which pages stay (`model/placement`), and
-//! fetches what comes next through the pager, as far as there are frames. It makes no promise: a
-//! fault that comes before its pages helps itself, and whatever the engine does wrong costs time
-//! and no byte. It keeps nothing alive: whoever stops it waits for its end.
+//! fetches what comes next through the pager, as far as there are frames. On its thread it measures
+//! the cycles, and corrects by them what was computed. It makes no promise: a fault that comes
+//! before its pages helps itself, and whatever the engine does wrong costs time and no byte. It
+//! keeps nothing alive: whoever stops it waits for its end.
 
 mod course;
 mod drift;

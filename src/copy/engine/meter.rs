@@ -1,7 +1,8 @@
 //! What a cycle came to: its time, the part that the device waited, and the link's. Pure.
 //!
 //! Readings of a clock and of a count of bytes come in; whoever has no clock gives none, and
-//! nothing is measured. A cycle in which the program did something else is left out.
+//! nothing is measured. A cycle in which the program did something else is left out, and so is the
+//! time for which it stood still, as one does that waits for its user.
 
 use crate::model::placement::PassMeasured;
 
@@ -18,6 +19,10 @@ pub(super) struct Reading {
 #[derive(Clone, Debug, Default)]
 pub(super) struct Meter {
     began: Option<Reading>,
+    /// The clock at the last step.
+    last_ns: Option<u64>,
+    /// Time since the cycle began for which the program stood still.
+    paused_ns: u64,
     is_spoilt: bool,
 }
 
@@ -25,6 +30,16 @@ impl Meter {
     /// The cycle that is under way does not count.
     pub(super) fn spoil(&mut self) {
         self.is_spoilt = true;
+    }
+
+    /// A step has come. One that came later than `longest_ns` after the last stood still meanwhile:
+    /// no lack of bytes takes so long.
+    pub(super) fn step(&mut self, at_ns: Option<u64>, longest_ns: u64) {
+        let last = std::mem::replace(&mut self.last_ns, at_ns);
+        if let (Some(last), Some(now)) = (last, at_ns) {
+            let gap = now.saturating_sub(last);
+            self.paused_ns += if gap > longest_ns { gap } else { 0 };
+        }
     }
 
     /// A cycle begins, and the one before has ended, which computes for `compute_ns` nanoseconds;
@@ -37,11 +52,12 @@ impl Meter {
     ) -> Option<PassMeasured> {
         let began = std::mem::replace(&mut self.began, now);
         let is_spoilt = std::mem::take(&mut self.is_spoilt);
+        let paused_ns = std::mem::take(&mut self.paused_ns);
         let (began, now) = (began?, now?);
         if is_spoilt {
             return None;
         }
-        let pass_ns = now.at_ns.checked_sub(began.at_ns)?;
+        let pass_ns = now.at_ns.checked_sub(began.at_ns)?.checked_sub(paused_ns)?;
         let bytes = u128::from(now.copied_bytes.saturating_sub(began.copied_bytes));
         let copy_ns = (bytes * u128::from(ns_per_mib)) >> 20;
         let copy_ns = u64::try_from(copy_ns).unwrap_or(u64::MAX);
@@ -66,5 +82,21 @@ mod tests {
         assert_eq!(meter.turn(reading(3000, 8), 700, 10), Some(measured));
         assert_eq!(meter.turn(None, 700, 10), None);
         assert_eq!(meter.turn(reading(4000, 8), 700, 10), None, "no clock before");
+    }
+
+    #[test]
+    fn a_program_that_stands_still_is_not_measured_meanwhile() {
+        let (mut meter, mut now) = (Meter::default(), 0);
+        let reading = |at_ns| Some(Reading { at_ns, copied_bytes: 0 });
+        meter.step(Some(0), 1500);
+        meter.turn(reading(0), 0, 1);
+        for (idle_ns, measured_ns) in [(0, 1000), (90_000, 900), (300, 1300), (2000, 900)] {
+            for step in 1..=10 {
+                now += 100 + if step == 5 { idle_ns } else { 0 };
+                meter.step(Some(now), 1500);
+            }
+            let pass = meter.turn(reading(now), 0, 1).unwrap();
+            assert_eq!(pass.pass_ns, measured_ns, "{idle_ns}");
+        }
     }
 }

@@ -36,6 +36,7 @@ pub(super) struct Plan {
     known: usize,
     /// Frames that it was made for.
     frames: u64,
+    longest_compute_ns: u64,
     ranking: Ranking,
     layout: Layout,
     split: Split,
@@ -52,6 +53,7 @@ impl Plan {
     /// A plan for a cycle that was learned.
     pub(super) fn new(revision: u64, sampled: bool, cycle: Cycle, frames: u64) -> Self {
         let steps = cycle.steps.iter().map(|step| StepId(step.ordinal)).collect();
+        let longest = cycle.steps.iter().map(|step| step.compute_ns).max();
         let ranking = Ranking::new(cycle);
         let mut plan = Self {
             revision,
@@ -60,6 +62,7 @@ impl Plan {
             made_at: 0,
             known: 0,
             frames,
+            longest_compute_ns: longest.unwrap_or(0),
             layout: Layout::default(),
             split: Split::new(0, 0, 0),
             position: Position::new(steps),
@@ -158,6 +161,12 @@ impl Plan {
     pub(super) fn cycle_compute_ns(&self, known: impl Fn(StepId) -> Option<u64>) -> u64 {
         let of = |step: &CycleStep| known(StepId(step.ordinal)).unwrap_or(step.compute_ns);
         self.steps().iter().map(of).sum()
+    }
+
+    /// The longest that a step can take: its compute time, and all frames filled anew for it.
+    pub(super) fn longest_ns(&self) -> u64 {
+        let filled = self.frames.min(self.page_count());
+        self.longest_compute_ns.saturating_add(filled * self.ranking.cycle().page_ns)
     }
 
     /// Compute time that it was made for of a step that it has.

@@ -70,6 +70,8 @@ pub(super) struct Runner {
     /// As measured by the last turn of a cycle, and when the last plan was made.
     link_ns_per_mib: Option<u64>,
     drift: Drift,
+    /// Where a frame lacks, pages that may lose theirs are to be looked for.
+    is_search_due: bool,
     /// Steps that came so far.
     steps: u64,
     bars: HashMap<BarId, Arc<Bar>>,
@@ -177,6 +179,7 @@ impl Runner {
     fn move_on(&mut self, pager: &Pager, step: StepId, at_ns: Option<u64>) {
         let Some(plan) = &mut self.plan else { return };
         let moved = plan.advance(step);
+        self.meter.step(at_ns, plan.longest_ns());
         if moved.is_jump {
             self.meter.spoil();
         }
@@ -198,20 +201,18 @@ impl Runner {
             // It began anywhere.
             self.meter.spoil();
         }
-        self.turn(pager, moved.is_jump);
+        self.turn(pager);
+        // A page may be kept for a use that has been left out.
+        self.is_search_due |= moved.is_jump;
     }
 
     /// Other pages stay where the program is now than did before.
-    fn turn(&mut self, pager: &Pager, is_jump: bool) {
+    fn turn(&mut self, pager: &Pager) {
         let Some(mut plan) = self.plan.take_if(|plan| plan.has_phases()) else { return };
         if plan.take_turn() {
             self.apply(pager, &plan);
         }
         self.plan = Some(plan);
-        if is_jump {
-            // What was kept for a use that did not come.
-            self.find_spent();
-        }
     }
 
     /// A cycle of the plan in force was measured.
@@ -340,6 +341,7 @@ impl Runner {
 
     /// What the plan does not keep may go, the page whose next use is farthest first.
     fn find_spent(&mut self) {
+        self.is_search_due = false;
         let Some(plan) = &self.plan else { return };
         self.course.clear_spent();
         for page in plan.pages_from_the_end() {
@@ -419,6 +421,10 @@ impl Runner {
         let fetched = self.fetch_pages(pager, &wanted)?;
         self.course.fetched(fetched.done + usize::from(fetched.is_passed_over()));
         Ok(match fetched.stop {
+            Some(Stop::NoFrame) if std::mem::take(&mut self.is_search_due) => {
+                self.find_spent();
+                Progress::Made
+            }
             Some(Stop::NoFrame) => Progress::Blocked(PAUSE_MAX),
             Some(Stop::InUse) => Progress::Blocked(PAUSE_MOMENT),
             _ => Progress::Made,

@@ -79,9 +79,17 @@ impl Samples {
     /// Which samples are to be taken from now on.
     pub(super) fn want(&self, wanted: Wanted) {
         let stride = wanted.stride();
-        if self.stride.load(Acquire) != stride {
-            self.stride.store(stride, Release);
+        let before = self.stride.load(Acquire);
+        if before == stride {
+            return;
         }
+        if before == 0 {
+            // Whose ends were not seen would end with the next use of their pages.
+            let mut books = self.books.lock();
+            let begun: Vec<Event> = books.open.drain().map(|(_, (_, start, _))| start).collect();
+            books.events.give_back(begun);
+        }
+        self.stride.store(stride, Release);
     }
 
     fn is_wanted(&self) -> bool {

@@ -158,11 +158,6 @@ impl Split {
         matches!(self.phase, Phase::Trying { .. })
     }
 
-    /// The budget or the cycle has changed: other bounds, and all that was tried is void.
-    pub fn rebound(&mut self, least: u32, most: u32) {
-        *self = Self::new(self.frames, least, most);
-    }
-
     /// A pass has ended. Returns the streaming frames for the next.
     pub fn observe(&mut self, pass: PassMeasured) -> u32 {
         if std::mem::take(&mut self.settling) {
