@@ -180,10 +180,17 @@ impl Engine {
     /// What the engine knows and does.
     #[must_use]
     pub fn numbers(&self) -> EngineNumbers {
+        // In a forked child the lock may be held by a thread that is not there.
+        if process::ending() {
+            return EngineNumbers::default();
+        }
         *self.numbers.lock()
     }
 
     fn work(&self) -> Option<Arc<Work>> {
+        if process::ending() {
+            return None;
+        }
         Some(Arc::clone(&self.running.lock().as_ref()?.work))
     }
 
