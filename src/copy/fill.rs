@@ -169,9 +169,18 @@ impl Filler {
         self.room.allowance_bytes()
     }
 
+    /// Time that a MiB took on the link lately, in nanoseconds; `None` without threads, and before
+    /// enough was measured.
+    #[must_use]
+    pub fn link_ns_per_mib(&self) -> Option<u64> {
+        self.clock.link_ns_per_mib()
+    }
+
     /// Starts the threads that read, or stops them after what they have begun. Without them the
     /// caller's thread reads, and nothing is put into the cache. Not for a thread that fills.
     pub fn set_threads(&self, threads: Threads) {
+        // Who decides by it runs ahead on a thread.
+        self.clock.measure_link(threads == Threads::On);
         let mut readers = self.readers.lock();
         let stopped = match (threads, readers.is_some()) {
             (Threads::Off, _) => readers.take(),

@@ -27,7 +27,7 @@ pub(crate) struct Bench {
 
 impl Bench {
     /// A model for each number of pages.
-    fn new(pages: &[u64], options: RuntimeOptions) -> Self {
+    pub(crate) fn new(pages: &[u64], options: RuntimeOptions) -> Self {
         Self::on(ROOMY, pages, options)
     }
 
@@ -50,7 +50,7 @@ impl Bench {
 
     /// Uses one tensor, and lets the engine work afterwards.
     #[track_caller]
-    fn touch(&mut self, bar: usize, tensor: usize) {
+    pub(crate) fn touch(&mut self, bar: usize, tensor: usize) {
         let model = &self.bars[bar];
         match model.fault(tensor, self.world.stream).unwrap() {
             Fault::Resident(guard) | Fault::HostMapped(guard) => {

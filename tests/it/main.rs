@@ -16,6 +16,7 @@ mod closing_threads;
 mod door;
 mod engine;
 mod engine_more;
+mod engine_plans;
 mod engine_pressure;
 mod engine_shared;
 mod files;

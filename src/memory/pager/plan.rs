@@ -10,7 +10,7 @@ use std::collections::HashSet;
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::state::{Lingering, State};
+use super::state::{BarState, Lingering, State};
 use super::{Request, Role, host_mapped};
 use crate::copy::fill::Keep;
 use crate::driver::CaptureState;
@@ -476,6 +476,10 @@ impl Search<'_> {
             let tail = entry.resident.range(entry.floor..).rev().copied();
             self.take_from(own, tail.filter(|page| !entry.streaming.contains(page)));
         }
+        // One that no plan has yet, and that has lost all its pages to those that a plan has: it
+        // must have frames to be learned.
+        let class = limit.class;
+        self.take_from_plans(state, |entry| entry.rank.class <= class);
         OwnVictims::Some
     }
 
@@ -485,9 +489,14 @@ impl Search<'_> {
         let entry = state.bar(own.id);
         let streaming = entry.streaming.iter().copied();
         self.take_from(own, streaming.filter(|page| *page >= entry.floor && !entry.is_kept(*page)));
+        self.take_from_plans(state, |_| true);
+    }
+
+    /// Takes pages of VBARs that have plans, what these do not keep first.
+    fn take_from_plans(&mut self, state: &State, from: impl Fn(&BarState) -> bool) {
         let others = || state.order.iter().map(|rank| state.bar(rank.bar));
         for kept in [false, true] {
-            for entry in others().filter(|entry| entry.kept.is_some()) {
+            for entry in others().filter(|entry| entry.kept.is_some() && from(entry)) {
                 let pages = entry.resident.range(entry.floor..).rev().copied();
                 self.take_from(&entry.bar, pages.filter(|page| entry.is_kept(*page) == kept));
             }

@@ -122,6 +122,10 @@ impl StepTable {
         }
     }
 
+    pub(super) fn forget_samples(&mut self) {
+        self.records.iter_mut().flatten().for_each(|record| record.compute_ns = None);
+    }
+
     fn record(&self, step: StepId) -> Option<&Record> {
         self.records.get(step.0 as usize)?.as_ref()
     }
