@@ -63,6 +63,8 @@ files! {
     test_library
     test_life
     test_shared
+    test_signals
+    test_sim
 }
 
 #[test]

@@ -20,6 +20,7 @@ has a ``reason``. What fails raises a subclass of :class:`Error`, one for each s
 All of it may be used from several threads, and Ctrl-C ends a wait. Memory of a VBAR belongs to its
 process: it cannot be shared by CUDA's IPC, nothing here is pickled, and the child of a fork gets
 :class:`ProcessEnding` from every call. The library's messages go to the logger ``"vbar"``.
+Tests without a GPU get streams, pressure and failures from :mod:`vbar.sim`.
 """
 
 from __future__ import annotations

@@ -55,6 +55,7 @@ DLPACK_READ_ONLY = 0
 DLPACK_WRITABLE = 1
 
 # Handles, passed by value.
+Handle = c_uint64
 Device = c_uint64
 Bar = c_uint64
 Allocation = c_uint64

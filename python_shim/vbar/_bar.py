@@ -5,15 +5,15 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
-import weakref
 from typing import Any, Iterable, Sequence, Union
 
 from . import _abi
 from ._call import call
 from ._closeable import Closeable
-from ._device import Device, asked_bytes, c_path, close_once, freed_of
+from ._device import Device, asked_bytes, c_path, freed_of
 from ._errors import InvalidArgument
 from ._guard import Busy, Guard, Offloaded, Pins, Refill, fault_of
+from ._owner import Owned
 from ._sizes import Size, parse_size, unsigned
 from ._streams import Stream, handle_of
 from ._unshared import Unshared
@@ -33,17 +33,18 @@ class Bar(Closeable):
     """
 
     #: Of a model's VBAR there is none.
-    _closing: weakref.finalize[Any, Bar] | None = None
+    _owned: Owned | None = None
 
     def __init__(self, device: Device, nbytes: Size) -> None:
-        handle, lib = _abi.Bar(), device._lib
+        lib, size = device._lib, parse_size(nbytes, "nbytes")
+        self._owned = owned = Owned(lib.vbar_bar_destroy)
+        handle = owned.open(lib.vbar_bar_create, device._id, size)
         try:
-            call(lib.vbar_bar_create, device._id, parse_size(nbytes, "nbytes"), handle)
-        finally:
-            # A signal's handler may have raised although the VBAR was made.
-            if handle.value:
-                self._closing = weakref.finalize(self, lib.vbar_bar_destroy, handle.value)
-        self._adopt(device, handle.value, bound=False)
+            self._adopt(device, handle, bound=False)
+        except BaseException:
+            # What is raised has this frame, which has the VBAR.
+            owned.release()
+            raise
 
     @classmethod
     def _of_model(cls, device: Device, handle: int) -> Bar:
@@ -80,15 +81,15 @@ class Bar(Closeable):
             TimedOut, Cancelled: the wait ended; the VBAR is closed all the same.
             InvalidArgument: it is a model's.
         """
-        if self._closing is None:
+        owned = self._owned
+        if owned is None:
             raise InvalidArgument("the VBAR belongs to a model: close the model")
-        if wait and self._closing.alive:
+        if wait and owned:
             # No fence may cover the last use yet, and nobody will come to record one.
             self.end_of_run(stream)
-            if self._closing.detach() is not None:
-                call(self._lib.vbar_bar_destroy_wait, self._id)
+            owned.close(self._lib.vbar_bar_destroy_wait)
         else:
-            close_once(self._closing)
+            owned.close()
 
     def bind(self, sources: Sequence[BindSource], segments: Iterable[Segment]) -> None:
         """Bind a VBAR that was never used to files: from now on a fault fills what it maps.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import weakref
 from typing import TYPE_CHECKING, Any, Iterable, SupportsIndex
 
 from . import _abi, _library
@@ -13,6 +12,7 @@ from ._closeable import Closeable
 from ._errors import InvalidArgument
 from ._guard import Offloaded
 from ._many import Guards, Ranges
+from ._owner import Owned
 from ._sizes import Size, parse_seconds, parse_size, unsigned
 from ._streams import Stream, handle_of
 from ._values import (
@@ -118,15 +118,14 @@ class Device(Closeable):
             wait_timeout_ms=_time_option(wait_timeout),
             staging_slot_count=_count_option(staging_slots, "staging_slots"),
         )
-        handle = _abi.Device()
+        self._lib, self._owned = lib, Owned(lib.vbar_device_close)
+        self._id = self._owned.open(lib.vbar_device_open, options)
         try:
-            call(lib.vbar_device_open, options, handle)
-        finally:
-            # A signal's handler may have raised although the device is open.
-            if handle.value:
-                self._closing = weakref.finalize(self, lib.vbar_device_close, handle.value)
-        self._lib, self._id = lib, handle.value
-        self._info = self._read_info()
+            self._info = self._read_info()
+        except BaseException:
+            # What is raised has this frame, which has the device.
+            self._owned.release()
+            raise
         #: Number of the device in its driver.
         self.ordinal = self._info.ordinal
         # Torch's streams are of the primary context of a real device.
@@ -140,7 +139,7 @@ class Device(Closeable):
         """Close. What was made with the device lives on; the memory goes with the last of it. A
         second time does nothing.
         """
-        close_once(self._closing)
+        self._owned.close()
 
     @property
     def info(self) -> DeviceInfo:
@@ -417,11 +416,3 @@ def c_path(path: str | bytes | os.PathLike[Any]) -> bytes:
     if b"\0" in encoded:
         raise InvalidArgument(f"{path!r} has a zero character")
     return encoded
-
-
-def close_once(closing: Any) -> None:
-    """Runs a finalizer unless it has run, and raises what the library says."""
-    finalizer = closing.detach()
-    if finalizer is not None:
-        _, function, arguments, _ = finalizer
-        call(function, *arguments)

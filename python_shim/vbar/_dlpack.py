@@ -136,7 +136,8 @@ class View(Unshared):
                 self._guard._check_held()
                 pins = _fault_again(self._guard, self._guard._stream)
                 # For when the view is dropped.
-                pins.stream, pins.stream_owner = _lasting(self._guard), self._guard._stream_owner
+                pins.own(_library.load().vbar_token_unpin, _lasting(self._guard))
+                pins.stream_owner = self._guard._stream_owner
                 self._pins = pins
 
     def _stream_for(self, stream: int | None) -> int:
@@ -171,7 +172,7 @@ class View(Unshared):
         try:
             call_often(library.vbar_dlpack_export, fault.token, stream, described, managed)
             # The tensor has it.
-            fault.token = 0
+            fault.forget()
             _python.PyCapsule_SetPointer(capsule, managed)
             _python.PyCapsule_SetDestructor(capsule, destructor)
             return capsule

@@ -6,11 +6,14 @@ A guard owns one token of the library and gives it back once: at the end of its 
 
 from __future__ import annotations
 
+import ctypes
+import functools
 from typing import TYPE_CHECKING, Any, Callable, Literal, Sequence, TypeVar
 
 from . import _abi, _interrupt, _library, _log
 from ._call import call_often, raise_failure
 from ._errors import GuardReleased
+from ._owner import nothing
 from ._streams import Stream, handle_of
 from ._unshared import Unshared
 from ._values import Reason
@@ -28,6 +31,10 @@ if TYPE_CHECKING:
 _NotResident = TypeVar("_NotResident", bound="NotResident")
 
 
+#: Where a fault has its token.
+_TOKEN_OFFSET = _abi.Fault.token.offset
+
+
 class Pins(_abi.Fault):
     """What a fault came to, and the one owner of its token, from before the call on.
 
@@ -35,26 +42,34 @@ class Pins(_abi.Fault):
     this drops it then, and the pins go. To hand them over is to hand this over.
     """
 
-    #: The stream of the work that uses the pins, and what keeps it alive.
-    stream: int
-    stream_owner: Any = None
-    #: Gives the token back; ``None`` while somebody else owns it.
-    unpin: Callable[[int, int], int] | None
+    __slots__ = ("_end",)
 
-    def __init__(self, stream: int, unpin: Callable[[int, int], int] | None) -> None:
-        self.stream, self.unpin = stream, unpin
+    #: What keeps the stream alive, on which the token is given back when this is dropped.
+    stream_owner: Any = None
+
+    #: What ends it; not there until there is something to own, which Python passes over.
+    _end: Callable[..., Any]
+
+    def own(self, unpin: Callable[[int, int], int], stream: int) -> None:
+        """Own the token, also one that is yet to come: it is given back on ``stream``."""
+        # The token itself, read when it comes to that; a reference to this would be a cycle.
+        token = _abi.Token.from_address(ctypes.addressof(self) + _TOKEN_OFFSET)
+        self._end = functools.partial(unpin, token, stream)
 
     def release(self) -> None:
         """Give the token back if there is one, and say nothing."""
-        token = self.token
-        if token and self.unpin is not None:
-            # Only then is it gone: a second time is refused, and harmless.
-            self.unpin(token, self.stream)
-            self.token = 0
+        self._end()
+        # Only then is it gone: a second time is refused, and harmless.
+        self.forget()
 
-    # Also of an object that was never made whole, and at the interpreter's end: `unpin` is there
-    # whenever a token is.
-    __del__ = release
+    def forget(self) -> None:
+        """There is no token, or it is somebody else's."""
+        self._end = nothing
+        self.token = 0
+
+
+# As of a handle: no function of Python.
+Pins.__del__ = Pins._end  # type: ignore[attr-defined]
 
 
 class Guard(Unshared):
@@ -134,7 +149,9 @@ class Guard(Unshared):
         pins, self._pins = self._pins, None
         if pins is None:
             return
-        if kind is not None or not pins.token:
+        if not pins.token:
+            return
+        if kind is not None:
             # What the block raised says more.
             pins.release()
             return
@@ -144,7 +161,7 @@ class Guard(Unshared):
             # It may not have come to the call.
             pins.release()
             raise
-        pins.token = 0
+        pins.forget()
 
     @property
     def _token(self) -> int:
@@ -307,7 +324,8 @@ class Busy(NotResident):
 
 def fault_of(function: Callable[..., int], *arguments: Any) -> Pins:
     """Calls a function of the library that faults; its last arguments are stream and result."""
-    pins = Pins(arguments[-1], _library.load().vbar_token_unpin)
+    pins = Pins()
+    pins.own(_library.load().vbar_token_unpin, arguments[-1])
     try:
         # As `call_often` does it: this is the one call that a layer makes all the time.
         if _interrupt.unarmed:
@@ -316,9 +334,14 @@ def fault_of(function: Callable[..., int], *arguments: Any) -> Pins:
         if status or _interrupt.stash:
             raise_failure(status)
         _log.deliver_if_due()
+        if not pins.token:
+            pins.forget()
     except BaseException:
         # A handler of a signal may have raised although the fault was good. Not at some later time:
         # what was raised has this frame.
-        pins.release()
+        if pins.token:
+            pins.release()
+        else:
+            pins.forget()
         raise
     return pins

@@ -16,10 +16,28 @@ from typing import Any, Iterator
 
 from . import _abi, _library
 
+
+
+def _in_main_interpreter() -> bool:
+    """Whether signals are this interpreter's: a subinterpreter runs no handlers, and shares the
+    thread's check with the main one, whose Ctrl-C it would take.
+    """
+    try:
+        # A library of our own: of ``ctypes.pythonapi`` everybody may set the signatures.
+        python = ctypes.PyDLL(None)
+        here, main = python.PyInterpreterState_Get, python.PyInterpreterState_Main
+    except AttributeError:
+        # Not CPython, and no subinterpreters.
+        return True
+    here.restype = main.restype = ctypes.c_void_p
+    here.argtypes = main.argtypes = []
+    return bool(here() == main())
+
+
 #: What handlers raised during a wait, until the call that waited raises it.
 stash: list[BaseException] = []
-#: Whether the main thread's waits do not ask yet. Read before every call.
-unarmed = True
+#: Whether the main thread's waits do not ask yet, and should. Read before every call.
+unarmed = _in_main_interpreter()
 
 #: The check that the library has now: it must live for as long.
 _check: Any = None
@@ -69,6 +87,7 @@ def _disarm() -> None:
     """At its end Python is not asked any more."""
     global unarmed
     library = _library.loaded()
-    if not unarmed and library is not None:
+    # In a subinterpreter there never was one.
+    if _check is not None and library is not None:
         unarmed = True
         library.vbar_thread_set_wait_check(None, None)

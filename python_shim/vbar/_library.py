@@ -9,6 +9,7 @@ import ctypes
 import os
 import pathlib
 import threading
+from typing import Any, Mapping
 
 from . import _abi
 from ._errors import AbiError
@@ -73,13 +74,20 @@ def _open(path: str) -> ctypes.CDLL:
             f"{path} has ABI {found}, this package needs {_abi.ABI_VERSION}: "
             "install library and package of one version"
         )
-    _bind(library, path)
+    bind(library, _abi.FUNCTIONS, path)
     return library
 
 
-def _bind(library: ctypes.CDLL, path: str) -> None:
+def bind(
+    library: ctypes.CDLL, functions: Mapping[str, tuple[Any, list[Any]]], path: str
+) -> None:
+    """Sets results and arguments of functions.
+
+    Raises:
+        AbiError: the library lacks one.
+    """
     missing = []
-    for name, (result, arguments) in _abi.FUNCTIONS.items():
+    for name, (result, arguments) in functions.items():
         try:
             function = getattr(library, name)
         except AttributeError:

@@ -7,13 +7,17 @@ nothing is made for a range that nobody looks at.
 
 from __future__ import annotations
 
+import collections
 import ctypes
+import functools
+import itertools
 from array import array
 from typing import TYPE_CHECKING, Any, Iterable, Iterator, Literal, Sequence, Tuple, overload
 
 from . import _abi
 from ._call import call_often
 from ._guard import Guard, Offloaded, Pins
+from ._owner import nothing
 from ._sizes import unsigned
 from ._unshared import Unshared
 from ._values import Reason
@@ -74,7 +78,7 @@ class _Tokens:
     As :class:`vbar._guard.Pins`: who has this drops it, and the pins go.
     """
 
-    __slots__ = ("unpin", "handle", "stream", "faults", "words", "is_whole", "array_type")
+    __slots__ = ("unpin", "handle", "stream", "faults", "words", "is_whole", "array_type", "_end")
 
     def __init__(self, device: Device, ranges: Ranges, handle: int, stream: Any) -> None:
         self.unpin = device._lib.vbar_tokens_unpin
@@ -88,6 +92,15 @@ class _Tokens:
         self.faults: Any = ranges._faults_type.from_buffer(buffer) if buffer else ()
         #: None of no ranges.
         self.words = memoryview(buffer).cast("Q") if buffer else None
+        self._end = nothing
+        if self.words is not None:
+            # Token by token, as they are when it comes to that.
+            one_by_one = map(
+                device._lib.vbar_token_unpin,
+                filter(None, self.words[_TOKEN::_WORDS]),
+                itertools.repeat(handle),
+            )
+            self._end = functools.partial(collections.deque(maxlen=0).extend, one_by_one)
 
     def told(self, made: Sequence[Pins] = ()) -> ctypes.Array[_abi.Token] | None:
         """All tokens, as the library reads them; also those of the guards that were made."""
@@ -104,8 +117,8 @@ class _Tokens:
     def clear(self, made: Sequence[Pins] = ()) -> None:
         """They were given back."""
         for pins in made:
-            pins.token = 0
-        self.words = None
+            pins.forget()
+        self._end, self.words = nothing, None
 
     def release(self, made: Sequence[Pins] = ()) -> None:
         """Give them back, and say nothing."""
@@ -114,10 +127,9 @@ class _Tokens:
             self.unpin(tokens, len(tokens), self.handle)
         self.clear(made)
 
-    def __del__(self) -> None:
-        # Also of an object that was never made whole.
-        if getattr(self, "words", None) is not None:
-            self.release()
+
+# As of a handle: no function of Python.
+_Tokens.__del__ = _Tokens._end  # type: ignore[attr-defined]
 
 
 class Guards(Unshared, Sequence[Guard]):
@@ -218,18 +230,19 @@ class Guards(Unshared, Sequence[Guard]):
         if guard is None:
             bar, at, size = self._ranges[index]
             # With the token of these guards, which it does not own yet.
-            pins = Pins(self._handle, None)
+            pins = Pins()
             ctypes.memmove(ctypes.byref(pins), ctypes.byref(self._faults[index]), _WORDS * 8)
             guard = bar._guard_of(pins, at, size, self._handle, self._stream)
             known = self._made.setdefault(index, guard)
             tokens = self._tokens
             words = None if tokens is None else tokens.words
             if known is guard and tokens is not None and words is not None:
-                pins.unpin, tokens.is_whole = self._unpin, False
+                tokens.is_whole = False
+                pins.own(self._unpin, self._handle)
                 words[index * _WORDS + _TOKEN] = 0
             else:
                 # All pins were given back, or another thread was quicker.
-                pins.token = 0
+                pins.forget()
             guard = known
         return guard
 

@@ -6,16 +6,16 @@ import ctypes
 import dataclasses
 import functools
 import os
-import weakref
 from typing import Any, Iterable, Iterator, Mapping, Union
 
 from . import _abi
 from ._bar import Bar, descriptor_of
 from ._call import call, text_of
 from ._closeable import Closeable
-from ._device import Device, c_path, c_text, close_once
+from ._device import Device, c_path, c_text
 from ._dtypes import Dtype
 from ._guard import Guard, Offloaded, Pins, fault_of
+from ._owner import Owned
 from ._streams import Stream, handle_of
 from ._values import Reason
 
@@ -53,23 +53,26 @@ class Model(Closeable, Mapping[str, Tensor]):
     """
 
     def __init__(self, device: Device, source: ModelPath, name: str | None = None) -> None:
-        lib, handle = device._lib, _abi.Model()
+        lib = device._lib
+        self._device, self._lib, self._owned = device, lib, Owned(lib.vbar_model_close)
+        if isinstance(source, (str, bytes, os.PathLike)):
+            self._id = self._owned.open(lib.vbar_model_open, device._id, c_path(source))
+        else:
+            called = None if name is None else c_text(name, "name")
+            told = device._id, descriptor_of(source), called
+            self._id = self._owned.open(lib.vbar_model_open_descriptor, *told)
         try:
-            if isinstance(source, (str, bytes, os.PathLike)):
-                call(lib.vbar_model_open, device._id, c_path(source), handle)
-            else:
-                called = None if name is None else c_text(name, "name")
-                descriptor = descriptor_of(source)
-                call(lib.vbar_model_open_descriptor, device._id, descriptor, called, handle)
-        finally:
-            # A signal's handler may have raised although the model is open.
-            if handle.value:
-                self._closing = weakref.finalize(self, lib.vbar_model_close, handle.value)
-        self._device, self._lib, self._id = device, lib, handle.value
+            self._read_all()
+        except BaseException:
+            # What is raised has this frame, which has the model.
+            self._owned.release()
+            raise
+
+    def _read_all(self) -> None:
         info = _abi.ModelInfo(size=ctypes.sizeof(_abi.ModelInfo))
-        call(lib.vbar_model_info, self._id, info)
+        call(self._lib.vbar_model_info, self._id, info)
         #: Its VBAR, for ranks, marks and memory given back. It ends with the model.
-        self.bar: Bar = Bar._of_model(device, info.bar)
+        self.bar: Bar = Bar._of_model(self._device, info.bar)
         #: Bytes of all tensors together.
         self.nbytes: int = info.total_bytes
         #: Files.
@@ -100,7 +103,7 @@ class Model(Closeable, Mapping[str, Tensor]):
 
     def close(self) -> None:
         """Close the model and its VBAR. A second time does nothing."""
-        close_once(self._closing)
+        self._owned.close()
 
     def fault(self, name: str, stream: Stream = None) -> Guard | Offloaded:
         """Make a tensor resident for work on ``stream``, and pin it.

@@ -53,8 +53,7 @@ def handle_of(stream: Stream, torch_ordinal: int | None) -> int:
     handle: Any = stream
     protocol = getattr(stream, "__cuda_stream__", None)
     if protocol is not None:
-        handle = protocol() if callable(protocol) else protocol
-        handle = handle[1]
+        return _handle_of_protocol(stream, protocol() if callable(protocol) else protocol)
     elif hasattr(stream, "cuda_stream"):
         handle = stream.cuda_stream
     elif hasattr(stream, "ptr"):
@@ -62,10 +61,38 @@ def handle_of(stream: Stream, torch_ordinal: int | None) -> int:
     try:
         number = operator.index(handle)
     except TypeError:
-        raise InvalidArgument(f"{stream!r} is no stream") from None
+        raise InvalidArgument(f"{_short(stream)} is no stream") from None
     if isinstance(stream, bool) or not 0 <= number <= _abi.STREAM_NONE:
-        raise InvalidArgument(f"{stream!r} is no stream")
+        raise InvalidArgument(f"{_short(stream)} is no stream")
     return number
+
+
+def _handle_of_protocol(stream: Any, told: Any) -> int:
+    """The handle in what ``__cuda_stream__`` said: the version of its protocol, 0, and that."""
+    wrong = ""
+    if not isinstance(told, (tuple, list)) or len(told) != 2:
+        wrong = "a pair of version and handle is expected"
+    elif not all(hasattr(number, "__index__") for number in told) or isinstance(told[1], bool):
+        wrong = "two whole numbers are expected"
+    elif operator.index(told[0]) != 0:
+        wrong = "version 0 of the protocol is what is known"
+    elif not 0 <= operator.index(told[1]) <= _abi.STREAM_NONE:
+        wrong = "a handle has 64 bits and no sign"
+    if wrong:
+        name = type(stream).__name__
+        raise InvalidArgument(
+            f"the {name} is no stream: its __cuda_stream__ gave {_short(told)}, {wrong}"
+        )
+    return operator.index(told[1])
+
+
+def _short(told: Any) -> str:
+    """What it is, in a line: it may be anything, also a number of more digits than are printed."""
+    try:
+        text = repr(told)
+    except Exception:
+        return f"a {type(told).__name__}"
+    return text if len(text) <= 80 else f"{text[:80]}..."
 
 
 def _torch_current(ordinal: int) -> int:

@@ -2,13 +2,17 @@
 //!
 //! One thread a device. It is told of every fault and unpin of bound VBARs while these exceed the
 //! budget, learns their order (`model/schedule`), decides which pages stay (`model/placement`), and
-//! fetches what comes next through the pager, as far as there are frames. It makes no promise: a
-//! fault that comes before its pages helps itself, and whatever the engine does wrong costs time
-//! and no byte. It keeps nothing alive: whoever stops it waits for its end.
+//! fetches what comes next through the pager, as far as there are frames. On its thread it measures
+//! the cycles, and corrects by them what was computed. It makes no promise: a fault that comes
+//! before its pages helps itself, and whatever the engine does wrong costs time and no byte. It
+//! keeps nothing alive: whoever stops it waits for its end.
 
 mod course;
+mod drift;
+mod meter;
 mod notes;
 mod plan;
+mod position;
 mod runner;
 mod samples;
 
@@ -21,16 +25,18 @@ use std::time::Duration;
 
 use crate::error::{Error, ErrorCode, Result};
 use crate::memory::pager::{Follow, Pager};
+use crate::model::placement::PassMeasured;
 use crate::model::schedule::Span;
 use crate::process;
 use crate::sync::Mutex;
 use crate::sync::device::Device;
 use crate::sync::wait::set_wait_check;
+use crate::trace;
 use crate::units::Stream;
 
 use notes::{Note, Notes, Taken};
 use runner::Runner;
-use samples::Samples;
+use samples::{Sample, Samples, Wanted};
 
 pub use runner::EngineNumbers;
 
@@ -60,7 +66,18 @@ struct Work {
     notes: Notes,
     runner: Mutex<Runner>,
     samples: Samples,
+    time: Time,
     numbers: Arc<Mutex<EngineNumbers>>,
+}
+
+/// Where the engine has its times from.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+enum Time {
+    /// The clock: what it measures changes what it does.
+    Clock,
+    /// Whoever drives it by hand tells it, or it has none: it does the same each time.
+    #[default]
+    Told,
 }
 
 impl Engine {
@@ -84,7 +101,7 @@ impl Engine {
         if running.is_some() {
             return Ok(());
         }
-        let work = self.open();
+        let work = self.open(Time::Clock);
         let (for_thread, pager) = (Arc::clone(&work), Arc::downgrade(pager));
         let spawned = process::spawn(NAME, move || run(&pager, &for_thread));
         let handle =
@@ -110,13 +127,13 @@ impl Engine {
     /// Takes notes without a thread: they are worked on by [`Engine::drive`] only. For tests that
     /// say when the engine runs.
     pub fn open_by_hand(&self) {
-        let work = self.open();
+        let work = self.open(Time::Told);
         self.running.lock().get_or_insert(Running { work, thread: None });
     }
 
-    fn open(&self) -> Arc<Work> {
+    fn open(&self, time: Time) -> Arc<Work> {
         let numbers = Arc::clone(&self.numbers);
-        let work = Arc::new(Work { numbers, ..Work::default() });
+        let work = Arc::new(Work { numbers, time, ..Work::default() });
         work.notes.open();
         work
     }
@@ -136,6 +153,20 @@ impl Engine {
         Ok(())
     }
 
+    /// A cycle came to this: for tests that drive it by hand, whose engine has no clock.
+    pub fn tell_cycle(&self, pager: &Pager, pass: PassMeasured) {
+        let Some(work) = self.work() else { return };
+        let mut runner = work.runner.lock();
+        runner.observe(pager, pass);
+        *work.numbers.lock() = runner.numbers();
+    }
+
+    /// The device took so long from a fault to its unpin: for the same tests.
+    pub fn tell_compute(&self, spans: Vec<Span>, compute_ns: u64) {
+        let Some(work) = self.work() else { return };
+        work.runner.lock().sample(&Sample { spans, compute_ns });
+    }
+
     /// The program says in which order it will fault, again and again.
     pub fn hint(&self, order: Vec<Vec<Span>>) {
         self.note(|| Note::Hint(order));
@@ -149,10 +180,17 @@ impl Engine {
     /// What the engine knows and does.
     #[must_use]
     pub fn numbers(&self) -> EngineNumbers {
+        // In a forked child the lock may be held by a thread that is not there.
+        if process::ending() {
+            return EngineNumbers::default();
+        }
         *self.numbers.lock()
     }
 
     fn work(&self) -> Option<Arc<Work>> {
+        if process::ending() {
+            return None;
+        }
         Some(Arc::clone(&self.running.lock().as_ref()?.work))
     }
 
@@ -181,7 +219,8 @@ impl Follow for Engine {
     fn faulted(&self, device: &Device, spans: &[Span], stream: Stream) {
         if let Some(work) = self.work() {
             work.samples.begin(device, spans, stream);
-            work.notes.add(Note::Faulted(spans.to_vec()));
+            let at_ns = (work.time == Time::Clock).then(trace::clock_ns);
+            work.notes.add(Note::Faulted { spans: spans.to_vec(), at_ns });
         }
     }
 
@@ -214,7 +253,10 @@ impl Work {
             runner.sample(&sample);
         }
         let done = runner.work(pager, taken, &self.notes);
-        self.samples.want(runner.wants_samples());
+        self.samples.want(match runner.wants_samples() {
+            Wanted::Some if self.time == Time::Told => Wanted::None,
+            wanted => wanted,
+        });
         let recovered = done.or_else(|error| match error.code() {
             ErrorCode::DeviceLost | ErrorCode::ProcessEnding => Err(error),
             _ => {

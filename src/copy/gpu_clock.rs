@@ -1,4 +1,5 @@
-//! When the device did what: timed events, and their times on the trace's clock while one is on.
+//! When the device did what: timed events, their times on the trace's clock while one is on, and
+//! the rate of the link by some copies of all.
 //!
 //! One event at a known moment is the origin; another one's time is its distance from that. Events
 //! are asked long after they were recorded, by whoever records the next ones, and never waited for.
@@ -8,8 +9,8 @@ use std::ops::Range;
 use std::time::{Duration, Instant};
 
 use crate::driver::{DriverCode, DriverResult, Event};
-use crate::sync::Mutex;
 use crate::sync::device::Device;
+use crate::sync::{AtomicBool, Mutex, Relaxed};
 use crate::trace;
 use crate::units::Stream;
 
@@ -17,6 +18,13 @@ use crate::units::Stream;
 const ORIGIN_PATIENCE: Duration = Duration::from_millis(100);
 /// Copies whose times are not read yet, at most.
 const PENDING_MAX: usize = 4096;
+
+/// Copies of which one is timed for the rate of the link.
+const TIMED: u32 = 16;
+/// Bytes that are timed before the rate is believed.
+const BELIEVED_BYTES: u64 = 1 << 20;
+/// Bytes after which those before count for half: the rate is that of the last seconds.
+const HALVED_BYTES: u64 = 4 << 30;
 
 /// What is told of a copy.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -28,6 +36,8 @@ pub(super) struct CopyTold {
 
 struct Pending {
     told: CopyTold,
+    /// For the trace that was on, not for the rate alone.
+    is_traced: bool,
     stream: Stream,
     start: Event,
     end: Event,
@@ -36,6 +46,8 @@ struct Pending {
 /// See the module's text.
 #[derive(Default)]
 pub(super) struct GpuClock {
+    /// Whether the rate of the link is measured.
+    measures: AtomicBool,
     books: Mutex<Books>,
 }
 
@@ -43,6 +55,30 @@ pub(super) struct GpuClock {
 struct Books {
     events: TimedEvents,
     pending: VecDeque<Pending>,
+    copies: u32,
+    link: LinkRate,
+}
+
+/// Bytes and their time on the link.
+#[derive(Clone, Copy, Debug, Default)]
+struct LinkRate {
+    bytes: u64,
+    nanos: u64,
+}
+
+impl LinkRate {
+    fn add(&mut self, bytes: u64, nanos: u64) {
+        (self.bytes, self.nanos) = (self.bytes + bytes, self.nanos.saturating_add(nanos));
+        if self.bytes >= HALVED_BYTES {
+            (self.bytes, self.nanos) = (self.bytes / 2, self.nanos / 2);
+        }
+    }
+
+    fn ns_per_mib(self) -> Option<u64> {
+        let nanos = (u128::from(self.nanos) << 20).checked_div(u128::from(self.bytes))?;
+        let is_believed = self.bytes >= BELIEVED_BYTES && self.nanos > 0;
+        is_believed.then(|| u64::try_from(nanos).unwrap_or(u64::MAX).max(1))
+    }
 }
 
 /// Timed events for one who records them again and again.
@@ -105,15 +141,31 @@ pub(super) fn nanos(time: Duration) -> u64 {
 }
 
 impl GpuClock {
-    /// A copy is about to be enqueued; the context is current. `None` while no trace is on, and
-    /// where an event cannot be had.
+    /// Whether the rate of the link is to be measured from now on.
+    pub(super) fn measure_link(&self, measures: bool) {
+        self.measures.store(measures, Relaxed);
+    }
+
+    /// Time that a MiB took on the link lately, in nanoseconds; `None` before enough was measured.
+    pub(super) fn link_ns_per_mib(&self) -> Option<u64> {
+        self.books.lock().link.ns_per_mib()
+    }
+
+    /// A copy is about to be enqueued; the context is current. `None` while no trace is on and the
+    /// copy is not one of those that are timed, and where an event cannot be had.
     pub(super) fn begin(&self, device: &Device, stream: Stream) -> Option<Event> {
-        if !trace::is_on() {
+        let is_traced = trace::is_on();
+        if !is_traced && !self.measures.load(Relaxed) {
             return None;
         }
         let mut books = self.books.lock();
+        books.copies = books.copies.wrapping_add(1);
+        if !is_traced && !books.copies.is_multiple_of(TIMED) {
+            return None;
+        }
         books.read(device);
-        if !books.events.set_origin(device, stream) || books.pending.len() >= PENDING_MAX {
+        let has_origin = !is_traced || books.events.set_origin(device, stream);
+        if !has_origin || books.pending.len() >= PENDING_MAX {
             return None;
         }
         books.events.record(device, stream).ok()
@@ -128,9 +180,10 @@ impl GpuClock {
         told: CopyTold,
     ) {
         let Some(start) = start else { return };
+        let is_traced = trace::is_on();
         let mut books = self.books.lock();
         match books.events.record(device, stream) {
-            Ok(end) => books.pending.push_back(Pending { told, stream, start, end }),
+            Ok(end) => books.pending.push_back(Pending { told, is_traced, stream, start, end }),
             Err(_) => books.events.give_back([start]),
         }
     }
@@ -145,18 +198,21 @@ impl GpuClock {
 }
 
 impl Books {
-    /// Tells of the copies that are done.
+    /// Takes in and tells of the copies that are done.
     fn read(&mut self, device: &Device) {
         while let Some(first) = self.pending.front() {
-            let end = match self.events.reading(device, first.end) {
-                Some(Err(error)) if error.code == DriverCode::NOT_READY => return,
-                Some(end) => end,
-                None => return,
-            };
+            let elapsed = device.driver.event_elapsed(first.start, first.end);
+            if elapsed.as_ref().is_err_and(|error| error.code == DriverCode::NOT_READY) {
+                return;
+            }
             let Some(entry) = self.pending.pop_front() else { return };
-            let start = self.events.reading(device, entry.start);
+            if let Ok(elapsed) = elapsed {
+                self.link.add(entry.told.bytes, nanos(elapsed));
+            }
+            let at = |event| self.events.reading(device, event);
+            let told = entry.is_traced.then(|| (at(entry.start), at(entry.end)));
             self.events.give_back([entry.start, entry.end]);
-            if let (Some(Ok(start)), Ok(end)) = (start, end) {
+            if let Some((Some(Ok(start)), Some(Ok(end)))) = told {
                 let CopyTold { bar, pages, bytes } = entry.told;
                 trace::gpu_copy(device.ordinal, entry.stream, bar, pages, bytes, start..end);
             }
@@ -183,4 +239,22 @@ fn find_origin(device: &Device, stream: Stream) -> Option<(Event, u64)> {
         return None;
     }
     Some((event, trace::clock_ns()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_rate_of_the_link_is_that_of_the_last_bytes() {
+        let mut link = LinkRate::default();
+        assert_eq!(link.ns_per_mib(), None);
+        link.add(BELIEVED_BYTES - 1, 19_000);
+        assert_eq!(link.ns_per_mib(), None, "too little");
+        link.add(BELIEVED_BYTES + 1, 19_000);
+        assert_eq!(link.ns_per_mib(), Some(19_000));
+        // A slower link from here on.
+        (0..4096).for_each(|_| link.add(16 << 20, 16 * 40_000));
+        assert!((39_000..=40_000).contains(&link.ns_per_mib().unwrap()), "{link:?}");
+    }
 }

@@ -110,14 +110,25 @@ impl<'a> Pipeline<'a> {
     /// The errors are `Io`, `FileChanged`, those of waiting, and what the driver says. Copies
     /// enqueued before the failure still run: the caller takes [`Filler::fence`] before it reuses
     /// the targets.
-    pub fn run(mut self, each: &mut dyn FnMut(usize, Result<Ticket>)) {
+    pub fn run(self, each: &mut dyn FnMut(usize, Result<Ticket>)) {
+        self.run_as_admitted(&mut |_| Ok(()), each);
+    }
+
+    /// The same for targets that are not mapped yet: `admit` is called once a job, before its first
+    /// copy, and has it mapped when it returns. Its failure is the job's.
+    pub fn run_as_admitted(
+        mut self,
+        admit: &mut dyn FnMut(usize) -> Result<()>,
+        each: &mut dyn FnMut(usize, Result<Ticket>),
+    ) {
         let (mut ready, mut ordered) = (Ticket::NONE, 0);
         loop {
             self.begin_more(Hurry::Yes);
             let Some((span, begun)) = self.begun.pop_front() else { return };
             let (job, is_last) = (span.job, span.is_last);
             // Job by job: a wait that is placed for a later page would hold up this one's copy.
-            let admitted = if job >= ordered { self.order(job) } else { Ok(()) };
+            let admitted =
+                if job >= ordered { admit(job).and_then(|()| self.order(job)) } else { Ok(()) };
             ordered = job + 1;
             let ended = match admitted {
                 Ok(()) => self.end(&span, begun),

@@ -14,17 +14,21 @@
 //!    take turns by multiples of the golden ratio, whose prefixes are spread evenly, however long.
 //!
 //! Frames that are not given to residents are for streaming: pages pass through them in the order
-//! of their use ([`pipeline`] says how long that takes, [`split`] how many they should be).
+//! of their use ([`pipeline`] says how long that takes, [`split`] how many they should be). Where a
+//! cycle has phases, pages may be kept for one of them only ([`phases`]).
 
 use std::collections::HashMap;
 
 use crate::model::schedule::{BarId, PageRef, Schedule};
 
+mod occupancy;
+pub mod phases;
 pub mod pipeline;
 pub mod split;
 mod victim;
 mod visits;
 
+pub use phases::Layout;
 pub use split::{PassMeasured, Split};
 pub use victim::{next_victim, victims};
 pub use visits::Visit;
@@ -112,6 +116,8 @@ pub struct Ranking {
     places: HashMap<PageRef, u32>,
     /// By the same order.
     visits: Vec<Vec<Visit>>,
+    /// By the same order.
+    classes: Vec<i32>,
     /// All visits by the step at which they begin, with the place of their page in the order.
     timetable: Vec<(Visit, u32)>,
 }
@@ -162,6 +168,7 @@ impl Ranking {
         order.sort_by_key(|(class, loads, key, page, _)| (*class, *loads, *key, *page));
         let pages: Vec<PageRef> = order.iter().map(|(_, _, _, page, _)| *page).collect();
         let places = pages.iter().copied().zip(0..).collect();
+        let classes = order.iter().map(|(class, ..)| *class).collect();
         let visits: Vec<Vec<Visit>> =
             order.into_iter().map(|(_, _, _, _, visits)| visits).collect();
         let by_place = visits.iter().zip(0..);
@@ -169,7 +176,7 @@ impl Ranking {
             .flat_map(|(visits, place)| visits.iter().map(move |visit| (*visit, place)))
             .collect();
         timetable.sort_unstable();
-        Self { cycle, pages, places, visits, timetable }
+        Self { cycle, pages, places, visits, classes, timetable }
     }
 
     /// The cycle that was ranked.

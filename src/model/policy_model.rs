@@ -82,12 +82,12 @@ pub fn run(policy: Policy, ranking: &Ranking, frames: u32) -> Result<PolicyFlow,
         Policy::Belady => Ok(demand(f64::max)),
         Policy::Prefix => Ok(prefix(ranking, frames)),
         Policy::Spread => {
-            let placement = ranking.place_best(frames)?;
-            let flow = placement.flow();
+            let layout = ranking.lay_out(frames)?;
+            let flow = layout.flow().expect("frames that suffice have a flow");
             Ok(PolicyFlow {
                 loads: flow.loads as f64,
                 cycle_ns: flow.cycle_ns as f64,
-                streaming_frames: placement.streaming_frames(),
+                streaming_frames: layout.streaming_frames(),
             })
         }
     }
@@ -236,6 +236,11 @@ pub fn workloads(page_ns: u64) -> Vec<Workload> {
             "an encoder once, a denoiser of 40 layers for 20 passes, a decoder once",
             workflow(page_ns, 20),
         ),
+        workload(
+            "experts",
+            "two denoisers of 40 layers for 10 passes each, between an encoder and a decoder",
+            experts(page_ns, 10),
+        ),
     ]
 }
 
@@ -246,6 +251,18 @@ pub fn workflow(page_ns: u64, passes: usize) -> Vec<CycleStep> {
     let mut steps = layer_steps(0, &[8; 24], page_ns / 4, 0);
     (0..passes).for_each(|_| steps.extend(denoiser.iter().cloned()));
     steps.extend(layer_steps(2, &[4; 16], page_ns * 2, 64));
+    steps
+}
+
+/// An encoder of 24 layers, two denoisers of 40 layers `passes` times each, a decoder of 16 layers.
+#[must_use]
+pub fn experts(page_ns: u64, passes: usize) -> Vec<CycleStep> {
+    let mut steps = layer_steps(0, &[8; 24], page_ns / 4, 0);
+    for (bar, first_ordinal) in [(1, 24), (2, 64)] {
+        let denoiser = layer_steps(bar, &[16; 40], page_ns * 3 / 4, first_ordinal);
+        (0..passes).for_each(|_| steps.extend(denoiser.iter().cloned()));
+    }
+    steps.extend(layer_steps(3, &[4; 16], page_ns * 2, 104));
     steps
 }
 
@@ -304,21 +321,40 @@ mod tests {
     }
 
     /// Beyond Belady's optimum, which brings nothing ahead of its use, go the streaming frames:
-    /// once in a cycle where the denoiser fits beside them, else once in each of its passes, since
-    /// each pass begins with what the one before has left in them.
+    /// once in a cycle where the denoiser fits. Where it does not, each of its passes is a cycle of
+    /// its own, and begins with what the one before has left in the streaming frames: that is what
+    /// looking ahead costs, and no more than the optimum with so many frames fewer.
     #[test]
     fn a_workflow_loads_the_optimum_and_the_streaming_frames() {
         for passes in [1, 4, 20] {
             let ranking = Ranking::new(Cycle { steps: workflow(C, passes), page_ns: C });
-            for frames in [120, 300, 500, 640, 700, 800, 880] {
+            for frames in [120, 300, 500, 640, 645, 700, 800, 880] {
                 let best = loads(Policy::Belady, &ranking, frames);
                 let flow = run(Policy::Spread, &ranking, frames).unwrap();
-                let fits = frames - flow.streaming_frames >= 640;
-                let rounds = if fits { 1 } else { passes.max(1) };
-                let allowed = best + f64::from(flow.streaming_frames) * rounds as f64;
-                assert!(flow.loads <= allowed, "{passes} {frames}: {flow:?} best {best}");
+                let streaming = f64::from(flow.streaming_frames);
                 assert!(flow.loads >= best);
+                if frames >= 640 {
+                    assert!(flow.loads <= best + streaming, "{passes} {frames}: {flow:?} {best}");
+                }
+                let fewer = frames - flow.streaming_frames;
+                let best = run(Policy::Belady, &ranking, fewer).map_or(best, |flow| flow.loads);
+                assert!(flow.loads <= best + streaming, "{passes} {frames}: {flow:?} {best}");
             }
+        }
+    }
+
+    #[test]
+    fn experts_have_the_frames_in_turn() {
+        let ranking = Ranking::new(Cycle { steps: experts(C, 10), page_ns: C });
+        for frames in [640, 700, 880, 1200] {
+            let best = run(Policy::Belady, &ranking, frames).unwrap();
+            let flow = run(Policy::Spread, &ranking, frames).unwrap();
+            let allowed = best.loads + f64::from(flow.streaming_frames);
+            assert!(flow.loads <= allowed, "{frames}: {flow:?} of {best:?}");
+            assert!(flow.cycle_ns <= best.cycle_ns * 1.01, "{frames}: {flow:?} of {best:?}");
+            // Pages that stay throughout leave a part of each denoiser to be loaded in each pass.
+            let throughout = ranking.place_best(frames).unwrap().loads();
+            assert!(flow.loads * 3.0 < throughout as f64, "{frames}: {throughout}");
         }
     }
 

@@ -172,6 +172,11 @@ impl Schedule {
         self.steps.sample(step, compute_ns);
     }
 
+    /// The GPU computes for other times than before: no step's is known.
+    pub fn forget_samples(&mut self) {
+        self.steps.forget_samples();
+    }
+
     /// The step with these spans, if the history has it.
     #[must_use]
     pub fn step_of(&self, spans: &[Span]) -> Option<StepId> {

@@ -8,6 +8,7 @@ use std::ops::Range;
 use super::{ModelBar, Runtime, Vbar};
 use crate::copy::engine::EngineNumbers;
 use crate::error::{Error, ErrorCode, Result};
+use crate::model::placement::PassMeasured;
 use crate::model::schedule::{BarId, HISTORY_STEPS, Span};
 
 /// Most steps, and most ranges of all steps together, of a hint: what is remembered of an order.
@@ -78,6 +79,28 @@ impl Runtime {
     #[doc(hidden)]
     pub fn drive_engine(&self) -> Result<()> {
         self.inner.engine.drive(self.pager())
+    }
+}
+
+impl Runtime {
+    /// Tells an engine that is driven by hand what a cycle came to; it has no clock.
+    #[doc(hidden)]
+    pub fn tell_engine_cycle(&self, pass: PassMeasured) {
+        self.inner.engine.tell_cycle(self.pager(), pass);
+    }
+}
+
+impl ModelBar {
+    /// Tells an engine that is driven by hand how long the device computes on a tensor.
+    ///
+    /// # Errors
+    /// `Closed`.
+    #[doc(hidden)]
+    pub fn tell_engine_compute(&self, tensor: usize, compute_ns: u64) -> Result<()> {
+        let runtime = self.vbar().runtime();
+        let span = runtime.span_of(self.vbar(), &self.range(tensor))?;
+        runtime.inner.engine.tell_compute(vec![span], compute_ns);
+        Ok(())
     }
 }
 

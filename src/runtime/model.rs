@@ -34,6 +34,14 @@ impl Runtime {
     /// `InvalidArgument` for a model without bytes, `NoAddresses` for one beyond 2^64,
     /// `HostMemory` when the staging ring cannot be page-locked, and what the driver says.
     pub fn bind_model(&self, model: Model) -> Result<ModelBar> {
+        if model.total_bytes() == 0 {
+            let (name, count) = (model.name(), model.tensors().len());
+            let text = match count {
+                0 => format!("{name}: the model has no tensors, so there is nothing to bind"),
+                _ => format!("{name}: none of the model's {count} tensors has a byte to bind"),
+            };
+            return Err(Error::new(ErrorCode::InvalidArgument, text));
+        }
         let layout = lay_out(&model.layout_items(), self.page_size(), 0)?;
         let vbar = self.create_bar(layout.end)?;
         vbar.bind(layout.binding, model.files().to_vec())?;

@@ -324,16 +324,26 @@ impl Fences {
         self.record_locked(stream, slot, &mut ring).map(|_| ())
     }
 
+    /// Records on the stream if there are uses on it that no record covers yet.
+    ///
+    /// # Errors
+    /// As [`Fences::record`].
+    pub fn cover_stamps(&self, stream: Stream, slot: StreamSlot) -> Result<()> {
+        let entry = self.entry(slot);
+        if entry.stamped.load(Acquire) > entry.recorded.load(Acquire) {
+            self.record(stream, slot)?;
+        }
+        Ok(())
+    }
+
     /// Forgets a stream that is about to be destroyed, after covering its uses by a last record.
     ///
     /// # Errors
     /// As [`Fences::record`]; the stream is still known then.
     pub fn retire(&self, stream: Stream) -> Result<()> {
         let Some(slot) = self.find(self.id_of(stream)?) else { return Ok(()) };
+        self.cover_stamps(stream, slot)?;
         let entry = self.entry(slot);
-        if entry.stamped.load(Acquire) > entry.recorded.load(Acquire) {
-            self.record(stream, slot)?;
-        }
         self.change_capture(entry, false);
         entry.id.store(RETIRED, Release);
         Ok(())

@@ -51,6 +51,35 @@ kinds! {
     }
 }
 
+impl Kind {
+    /// What all spans of the kind are together, in a few words for a table.
+    #[must_use]
+    pub fn meaning(self) -> &'static str {
+        match self {
+            Self::Fault => "faults of the program, from call to return",
+            Self::Unpin => "pins of a fault given back",
+            Self::Claim => "misses: the plan and its driver calls",
+            Self::Prefetch => "the same ahead of need",
+            Self::Create => "frames created by the driver",
+            Self::Map => "frames mapped behind pages",
+            Self::Access => "access given to mapped pages",
+            Self::Unmap => "mappings of pages removed",
+            Self::Release => "frames given back to the driver",
+            Self::Fill => "bound pages filled: reads and copies",
+            Self::Read => "bytes read from files",
+            Self::Copy => "copies to the device enqueued",
+            Self::Register => "host memory page-locked or registered",
+            Self::Wait => "waits of the CPU",
+            Self::Evict => "pages that lost their frame",
+            Self::Plan => "placements chosen anew: pages that stay",
+            Self::Budget => "budget or headroom set",
+            Self::Pass => "passes over the model",
+            Self::GpuUse => "pages in use on the GPU",
+            Self::GpuCopy => "copies as the GPU made them",
+        }
+    }
+}
+
 kinds! {
     /// What has a value over time, in bytes.
     Counter {

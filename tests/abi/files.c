@@ -81,6 +81,17 @@ static void check_refused(VbarDevice device, const char *words) {
     CHECK(model.id == 0);
 }
 
+/* There is nothing to bind, and the message says of what. */
+static void models_without_bytes_are_refused_at_open(VbarDevice device) {
+    VbarModel model;
+    write_model(path, 0, 0);
+    FAILS(vbar_model_open(device, path, &model), VBAR_STATUS_INVALID_ARGUMENT,
+          "files.safetensors: the model has no tensors");
+    write_model(path, 3, 0);
+    FAILS(vbar_model_open(device, path, &model), VBAR_STATUS_INVALID_ARGUMENT,
+          "none of the model's 3 tensors has a byte");
+}
+
 /* (a) shorter or longer than the header says, (d) trailing bytes: refused when it is opened. */
 static void wrong_sizes_are_refused_at_open(VbarDevice device) {
     uint64_t data = write_model(path, 2, 1000);
@@ -241,6 +252,7 @@ int main(int count, char **arguments) {
     snprintf(path, sizeof path, "%s/files.safetensors", arguments[1]);
     VbarDevice device = open_device(8);
     passes_are_exact_and_leave_the_file_alone(device);
+    models_without_bytes_are_refused_at_open(device);
     wrong_sizes_are_refused_at_open(device);
     a_file_cut_off_meanwhile_is_an_error(device);
     a_file_written_meanwhile_is_told(device);

@@ -65,6 +65,11 @@ fn scenario_38_files_that_do_not_stay_as_they_were() {
 }
 
 #[test]
+fn a_model_streams_pass_after_pass_with_threads() {
+    check_program(&["tests/abi/streaming.c"]);
+}
+
+#[test]
 fn scenario_32_addresses_are_what_they_cost() {
     check_program(&["tests/abi/addresses.c"]);
 }

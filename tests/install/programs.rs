@@ -78,6 +78,7 @@ pub(crate) const CHECKED: &[Program] = &[
     test("life", &["tests/abi/life.c"]),
     test("threads", &["tests/abi/threads.c"]),
     test("files", &["tests/abi/files.c"]),
+    test("streaming", &["tests/abi/streaming.c"]),
     test("addresses", &["tests/abi/addresses.c"]),
     test("log", &["tests/abi/log.c"]),
     test("messages", &["tests/abi/messages.c"]),

@@ -4,7 +4,7 @@ use std::process::Stdio;
 
 use serde_json::Value;
 
-use crate::program::{SIM, json, model, number, output, text, vbar};
+use crate::program::{SIM, json, lines, model, number, output, text, vbar, written_model};
 
 /// Every pass accounts for every tensor, nothing was above the budget, and all bytes were right.
 #[track_caller]
@@ -102,13 +102,88 @@ fn a_budget_in_which_nothing_fits_is_told() {
 fn what_a_run_did_is_counted() {
     let (_folder, path) = model("4M");
     let arguments = ["run", text(&path), "--budget", "2M", "--passes", "3", "--json"];
-    let report = json(0, &[&arguments[..], &["--device", SIM]].concat());
-    let changes = report["budget_changes"].as_array().unwrap();
-    let told: Vec<_> =
-        changes.iter().map(|c| (number(c, "pass"), number(c, "budget_bytes"))).collect();
-    assert_eq!(told, [(2, 1 << 20), (3, 2 << 20)]);
+    let arguments = [&arguments[..], &["--device", SIM]].concat();
+    // A run keeps its budget; one that is there to check halves it, unless it is told otherwise.
+    for (more, halved) in [
+        (&[][..], false),
+        (&["--verify"], true),
+        (&["--halve-budget", "on"], true),
+        (&["--verify", "--halve-budget", "off"], false),
+    ] {
+        let report = json(0, &[&arguments[..], more].concat());
+        let changes = report["budget_changes"].as_array().unwrap();
+        let told: Vec<_> =
+            changes.iter().map(|c| (number(c, "pass"), number(c, "budget_bytes"))).collect();
+        let expected = [(2, 1 << 20), (3, 2 << 20)];
+        assert_eq!(told, if halved { &expected[..] } else { &[] }, "{more:?}");
+        let shown = lines(0, &[&without_json(&arguments)[..], more].concat());
+        let said = ["halved in mid-run, to check", "budget   halved", "budget   restored"];
+        assert!(said.iter().all(|text| shown.contains(text) == halved), "{more:?}: {shown}");
+    }
+    let report = json(0, &arguments);
     assert!(number(&report, "evicted_pages") > 0);
     assert!(report["refusals"].is_object() && report["waits"].is_object(), "{report}");
+}
+
+fn without_json<'a>(arguments: &[&'a str]) -> Vec<&'a str> {
+    arguments.iter().copied().filter(|argument| *argument != "--json").collect()
+}
+
+#[test]
+fn the_option_that_was_called_threads_is_refused_with_its_name() {
+    for command in [&["run", "m"][..], &["trace", "m", "--output", "t.json"]] {
+        for more in [&["--threads", "off"][..], &["--threads=on"], &["--threads"]] {
+            let refused = output(&[command, more].concat());
+            let error = String::from_utf8_lossy(&refused.stderr);
+            assert_eq!(refused.status.code(), Some(2), "{error}");
+            assert!(error.contains("'--library-threads on|off'"), "{error}");
+        }
+        for wrong in ["yes", "4", ""] {
+            let arguments = [command, &["--library-threads", wrong]].concat();
+            assert_eq!(output(&arguments).status.code(), Some(2), "{wrong:?}");
+        }
+    }
+    // Where it is a count it is one, and where it never was there is nothing to hint at.
+    let refused = output(&["inspect", "m", "--threads", "on"]);
+    assert!(!String::from_utf8_lossy(&refused.stderr).contains("--library-threads"));
+    let refused = output(&["stress", "--threads", "on"]);
+    assert_eq!(refused.status.code(), Some(2));
+    for shell in ["bash", "zsh", "fish"] {
+        let script = lines(0, &["completions", shell]);
+        assert!(script.contains("library-threads"), "{shell}");
+    }
+}
+
+#[test]
+fn what_stands_in_the_way_is_told() {
+    let (_folder, path) = model("4M");
+    let arguments = ["run", text(&path), "--budget", "1M", "--passes", "1", "--page-size", "64K"];
+    for (device, why) in [
+        ("sim:capacity=64M,granularity=64K,address_space=1M", "has no addresses left"),
+        ("sim:capacity=64M,granularity=64K,mappings=0", "allows no more mappings"),
+    ] {
+        let told = json(0, &[&arguments[..], &["--json", "--device", device]].concat());
+        let warning = told["warning"].as_str().unwrap();
+        assert!(warning.starts_with("nothing fitted: ") && warning.contains(why), "{warning}");
+    }
+}
+
+#[test]
+fn a_model_of_nothing_is_told() {
+    for (tensors, why) in
+        [(&[][..], "the model has no tensors"), (&[("a", 0)], "no tensor of the model has a byte")]
+    {
+        let (_folder, path) = written_model(tensors);
+        for more in [&[][..], &["--verify"]] {
+            let arguments = [&["run", text(&path), "--json", "--device", SIM][..], more].concat();
+            let report = json(2, &arguments);
+            let error = report["error"].as_str().unwrap();
+            assert!(error.starts_with(text(&path)) && error.contains(why), "{error}");
+        }
+    }
+    let (_folder, path) = written_model(&[]);
+    let shown = lines(0, &["inspect", text(&path)]);
+    assert!(shown.contains("the model has no tensors") && !shown.contains("pages"), "{shown}");
 }
 
 #[test]
@@ -117,7 +192,7 @@ fn a_run_fetches_ahead_unless_it_is_told_not_to() {
     let arguments = ["run", text(&path), "--budget", "50%", "--passes", "5", "--verify"];
     let arguments = [&arguments[..], &["--device", SIM, "--page-size", "64K"]].concat();
     for threads in ["on", "off"] {
-        let arguments = [&arguments[..], &["--threads", threads]].concat();
+        let arguments = [&arguments[..], &["--library-threads", threads]].concat();
         let report = json(0, &[&arguments[..], &["--json"]].concat());
         check_run(&report, 5);
         let ahead = number(&report, "pages_ahead");
@@ -336,6 +411,17 @@ fn what_cannot_be_written_is_an_error() {
         let output = vbar(arguments).stdout(full).stderr(Stdio::piped()).output().unwrap();
         assert_eq!(output.status.code(), Some(3), "{arguments:?}");
     }
+}
+
+#[test]
+fn stress_asks_no_headroom_that_the_device_has_not() {
+    let device = ["--device", "sim:capacity=4M", "--threads", "1", "--seed", "2"];
+    let report = json(0, &[&["stress", "--seconds", "2", "--json"][..], &device].concat());
+    assert_eq!((number(&report, "violations"), &report["ok"]), (0, &Value::Bool(true)));
+    // More threads than such a device has room for are told.
+    let device = ["--device", "sim:capacity=4M", "--threads", "4"];
+    let report = json(3, &[&["stress", "--seconds", "1", "--json"][..], &device].concat());
+    assert!(report["error"].as_str().unwrap().contains("use fewer --threads"), "{report}");
 }
 
 #[test]

@@ -11,7 +11,7 @@ fn policies_are_computed_the_same_each_time() {
     assert_eq!(report, json(0, &arguments));
     let workloads = report["workloads"].as_array().unwrap();
     let names: Vec<&str> = workloads.iter().map(|one| one["name"].as_str().unwrap()).collect();
-    assert_eq!(names, ["loop", "balanced", "uneven", "workflow"]);
+    assert_eq!(names, ["loop", "balanced", "uneven", "workflow", "experts"]);
     for workload in workloads {
         let rows = workload["rows"].as_array().unwrap();
         assert_eq!(rows.len(), 3 * 5);
@@ -32,7 +32,9 @@ fn policies_are_computed_the_same_each_time() {
         };
         assert_eq!(of("belady", "over_optimum"), 1.0);
         assert!(of("spread", "cycle_ms") < of("prefix", "cycle_ms"));
-        assert!(of("prefix", "cycle_ms") < of("lru", "cycle_ms"));
+        // Of experts that take turns, each fits in half of the pages: a cache finds it.
+        let is_prefix_good = of("prefix", "cycle_ms") < of("lru", "cycle_ms");
+        assert_eq!(is_prefix_good, workload["name"] != "experts");
     }
 }
 
@@ -44,7 +46,7 @@ fn a_plot_has_a_line_for_each_policy() {
     assert!(shown.contains("plot in "), "{shown}");
     let svg = std::fs::read_to_string(&path).unwrap();
     assert!(svg.starts_with("<svg ") && svg.ends_with("</svg>\n"));
-    assert_eq!(svg.matches("<polyline").count(), 4 * 5);
+    assert_eq!(svg.matches("<polyline").count(), 5 * 5);
     let missing = folder.path().join("missing/policy.svg");
     lines(3, &["bench", "policy", "--svg", text(&missing)]);
 }

@@ -371,3 +371,23 @@ fn a_vbar_without_addresses_is_closed_like_any() {
     assert_eq!(world.runtime.numbers().bars, 0);
     check_gone(&world);
 }
+
+#[test]
+fn a_closed_vbars_frames_serve_another_before_its_copies_are_done() {
+    // As when one model takes another's place: nothing is waited for, nothing is refused.
+    let world = World::budget(8);
+    let target = world.scratch();
+    for round in 0..4u64 {
+        let vbar = world.vbar(8);
+        for page in 0..8 {
+            let guard = resident(&world, &vbar, page..page + 1);
+            world.write(guard.address(), P, round, world.stream);
+            world.sum(guard.address(), P, target, Duration::from_millis(1), world.stream);
+        }
+    }
+    let sums = (0..4).map(|round| pattern_sum(P, round).wrapping_mul(8));
+    let expected = sums.fold(0u64, u64::wrapping_add);
+    assert_eq!(world.word(target, world.stream), expected);
+    world.check();
+    world.check_shut();
+}

@@ -17,9 +17,9 @@ use crate::world::{P, ROOMY, World, budget_options, pattern_sum};
 const SEED: u64 = 5;
 
 /// Models on one device, and the engine driven by hand.
-struct Bench {
-    world: World,
-    bars: Vec<ModelBar>,
+pub(crate) struct Bench {
+    pub(crate) world: World,
+    pub(crate) bars: Vec<ModelBar>,
     target: DeviceAddress,
     expected: u64,
     _folder: TempDir,
@@ -27,9 +27,14 @@ struct Bench {
 
 impl Bench {
     /// A model for each number of pages.
-    fn new(pages: &[u64], options: RuntimeOptions) -> Self {
+    pub(crate) fn new(pages: &[u64], options: RuntimeOptions) -> Self {
+        Self::on(ROOMY, pages, options)
+    }
+
+    /// The same on another simulated device.
+    pub(crate) fn on(sim: &str, pages: &[u64], options: RuntimeOptions) -> Self {
         let folder = TempDir::new().unwrap();
-        let world = World::with(ROOMY, options);
+        let world = World::with(sim, options);
         if world.runtime.threads() == Threads::Off {
             world.runtime.open_engine_by_hand();
         }
@@ -45,7 +50,7 @@ impl Bench {
 
     /// Uses one tensor, and lets the engine work afterwards.
     #[track_caller]
-    fn touch(&mut self, bar: usize, tensor: usize) {
+    pub(crate) fn touch(&mut self, bar: usize, tensor: usize) {
         let model = &self.bars[bar];
         match model.fault(tensor, self.world.stream).unwrap() {
             Fault::Resident(guard) | Fault::HostMapped(guard) => {
@@ -66,27 +71,27 @@ impl Bench {
     }
 
     #[track_caller]
-    fn pass(&mut self, bar: usize) {
+    pub(crate) fn pass(&mut self, bar: usize) {
         (0..self.bars[bar].model().tensors().len()).for_each(|tensor| self.touch(bar, tensor));
     }
 
-    fn misses(&self) -> u64 {
+    pub(crate) fn misses(&self) -> u64 {
         self.world.runtime.statistics().misses
     }
 
-    fn mapped(&self) -> u64 {
+    pub(crate) fn mapped(&self) -> u64 {
         self.world.runtime.statistics().pages_mapped
     }
 
     /// All bytes so far were right, and nothing was broken.
     #[track_caller]
-    fn check(&self) {
+    pub(crate) fn check(&self) {
         assert_eq!(self.world.word(self.target, self.world.stream), self.expected);
         self.world.check();
     }
 
     #[track_caller]
-    fn check_shut(self) {
+    pub(crate) fn check_shut(self) {
         self.check();
         let Self { world, bars, .. } = self;
         drop(bars);

@@ -19,10 +19,10 @@ use vbar::{ErrorCode, Fault, ModelBar, Result, Runtime, RuntimeOptions};
 use crate::forked::in_child;
 use crate::world::{DEVICE, P, ROOMY, World, budget_options, pattern_sum};
 
-const SEED: u64 = 9;
-const PATIENCE: Duration = Duration::from_secs(20);
+pub(crate) const SEED: u64 = 9;
+pub(crate) const PATIENCE: Duration = Duration::from_secs(20);
 
-fn threaded(pages: u64) -> RuntimeOptions {
+pub(crate) fn threaded(pages: u64) -> RuntimeOptions {
     RuntimeOptions { threads: Some(Threads::On), ..budget_options(pages) }
 }
 
@@ -64,30 +64,30 @@ impl ReadAt for Tricky {
 }
 
 /// A device and the files of its models.
-struct Rig {
-    world: World,
-    folder: TempDir,
+pub(crate) struct Rig {
+    pub(crate) world: World,
+    pub(crate) folder: TempDir,
     target: DeviceAddress,
 }
 
 impl Rig {
-    fn new(options: RuntimeOptions) -> Self {
+    pub(crate) fn new(options: RuntimeOptions) -> Self {
         Self::on(ROOMY, options)
     }
 
-    fn on(sim: &str, options: RuntimeOptions) -> Self {
+    pub(crate) fn on(sim: &str, options: RuntimeOptions) -> Self {
         let world = World::with(sim, options);
         let target = world.scratch();
         Self { world, folder: TempDir::new().unwrap(), target }
     }
 
-    fn path(&self, name: &str, pages: u64) -> std::path::PathBuf {
+    pub(crate) fn path(&self, name: &str, pages: u64) -> std::path::PathBuf {
         let path = self.folder.path().join(format!("{name}.safetensors"));
         synthesize(&path, pages * P, SEED).unwrap();
         path
     }
 
-    fn model(&self, name: &str, pages: u64) -> ModelBar {
+    pub(crate) fn model(&self, name: &str, pages: u64) -> ModelBar {
         self.world.runtime.open_model(&self.path(name, pages)).unwrap()
     }
 
@@ -122,7 +122,7 @@ impl Rig {
 
     /// Passes over a model in order, every byte checked.
     #[track_caller]
-    fn check_passes(&self, model: &ModelBar, count: u64) {
+    pub(crate) fn check_passes(&self, model: &ModelBar, count: u64) {
         let stream = self.world.stream;
         let mut expected = self.world.word(self.target, stream);
         for _ in 0..count {
@@ -137,7 +137,7 @@ impl Rig {
 
     /// Everything agrees once the threads have ended, and nothing is left afterwards.
     #[track_caller]
-    fn check_shut(self, models: Vec<ModelBar>) {
+    pub(crate) fn check_shut(self, models: Vec<ModelBar>) {
         let Self { world, .. } = self;
         world.runtime.set_threads(Threads::Off).unwrap();
         world.sim.ctx_synchronize().unwrap();
@@ -147,13 +147,13 @@ impl Rig {
         world.check_shut();
     }
 
-    fn plans(&self) -> u64 {
+    pub(crate) fn plans(&self) -> u64 {
         self.world.runtime.engine_numbers().plans
     }
 }
 
 #[track_caller]
-fn eventually(what: &str, holds: impl Fn() -> bool) {
+pub(crate) fn eventually(what: &str, holds: impl Fn() -> bool) {
     let start = Instant::now();
     while !holds() {
         assert!(start.elapsed() < PATIENCE, "{what}: not after {PATIENCE:?}");
@@ -370,13 +370,17 @@ fn spoil(how: &str, path: &Path) {
             let file = std::fs::OpenOptions::new().write(true).open(path).unwrap();
             file.set_len(file.metadata().unwrap().len() / 2).unwrap();
         }
+        "unreadable" => {
+            use std::os::unix::fs::PermissionsExt;
+            std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o000)).unwrap();
+        }
         _ => std::fs::write(path, vec![7; 32 * P as usize]).unwrap(),
     }
 }
 
 #[test]
 fn a_file_that_is_another_one_now_fails_its_own_faults_only() {
-    for how in ["deleted", "replaced", "cut", "written"] {
+    for how in ["deleted", "replaced", "cut", "unreadable", "written"] {
         let rig = Rig::new(threaded(20));
         let (spoiled, whole) = (rig.model(how, 32), rig.model("whole", 32));
         for _ in 0..3 {

@@ -38,7 +38,7 @@ fn scenario_7_a_failed_wait_unmaps_nothing() {
         assert_eq!(world.sim.calls(Verb::MemUnmap), unmaps, "{verb}");
         assert!(!matches!(failed, Ok(freed) if freed.bytes > 0), "{verb}: {failed:?}");
         assert_eq!(failed.unwrap_err().code(), ErrorCode::Driver, "{verb}");
-        assert!(new.fault(0..P, world.stream).is_err(), "{verb}");
+        assert!(new.fault(0..P, world.another_stream()).is_err(), "{verb}");
         assert_eq!(world.sim.calls(Verb::MemUnmap), unmaps, "{verb}");
         assert_eq!((world.used(), world.sim.live_frames(DEVICE)), (2, 3));
         world.sim.heal();

@@ -236,10 +236,13 @@ fn what_no_fence_covers_is_refused_when_the_context_may_not_be_waited_for() {
         },
     );
     let (old, new) = (world.vbar(1), world.vbar(1));
-    drop(resident(&world, &old, 0..1));
+    let other = world.another_stream();
+    drop(resident_on(&old, 0..1, other));
     assert_eq!(world.touch(&new, 0..1), Err(Reason::FenceUnknown));
-    world.runtime.retire_stream(world.stream).unwrap();
+    world.runtime.retire_stream(other).unwrap();
     assert_eq!(world.touch(&new, 0..1), Ok(()));
+    // What the caller's own stream did is covered by a fence as soon as it comes back.
+    assert_eq!(world.touch(&world.vbar(1), 0..1), Ok(()));
     world.check();
 }
 
@@ -410,7 +413,7 @@ fn the_context_is_not_waited_for_while_a_known_stream_is_captured() {
         RuntimeOptions { record_interval: Duration::from_secs(1000), ..budget_options(1) },
     );
     let (old, new) = (world.vbar(1), world.vbar(1));
-    drop(resident(&world, &old, 0..1));
+    drop(resident_on(&old, 0..1, world.another_stream()));
     let captured = world.another_stream();
     world.sim.begin_capture(captured, CaptureMode::Relaxed).unwrap();
     assert!(new.fault(0..P, captured).unwrap().offloaded().is_some());

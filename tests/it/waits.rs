@@ -57,13 +57,13 @@ fn uncovered() -> RuntimeOptions {
     RuntimeOptions { record_interval: Duration::from_secs(1000), ..budget_options(1) }
 }
 
-/// A fault takes a frame whose use no fence covers.
+/// A fault takes a frame whose use on another stream no fence covers.
 fn stuck_on_context() -> Stuck {
     let (world, old, held) = in_use(uncovered());
-    let new = world.vbar(1);
-    let attempt = move |world: &World| {
+    let (new, other) = (world.vbar(1), world.another_stream());
+    let attempt = move |_: &World| {
         let _old = &old;
-        new.fault(0..P, world.stream).map(done)
+        new.fault(0..P, other).map(done)
     };
     Stuck { world, held: vec![held], kind: WaitKind::Context, attempt: Box::new(attempt) }
 }

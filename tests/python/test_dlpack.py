@@ -381,10 +381,10 @@ class Pins(WithModel):
             tensor = Consumed(weight.view().__dlpack__(stream=stream))
         result = self.device.create_bar(PAGE).fault(0, 8, stream)
         # The first launch loads the kernels, which waits for the device.
-        self.sim.launch_read(tensor.data, 128, result.address, stream)
+        self.sim.launch_checksum(tensor.data, 128, result.address, stream)
         with self.sim.held(stream):
             # Work that is still to run when the consumer lets go.
-            self.sim.launch_read(tensor.data, 128, result.address, stream)
+            self.sim.launch_checksum(tensor.data, 128, result.address, stream)
             calls = {verb: self.sim.calls(verb) for verb in ("cuStreamGetId", "cuEventRecord")}
             tensor.delete()
             self.assertEqual(calls, {verb: self.sim.calls(verb) for verb in calls})

@@ -7,7 +7,7 @@ import threading
 import unittest
 
 import vbar
-from support import PAGE, Case, Sim, check_program, open_device, spec
+from support import PAGE, Case, Sim, check_program, open_device, spec, write_model
 
 
 class Statuses(Case):
@@ -95,6 +95,10 @@ class Statuses(Case):
                 vbar.FormatError, lambda: device.open_model(garbage), "garbage", also=[ValueError]
             )
             path = self.model_of({"a": ("U8", (PAGE,), bytes(PAGE))})
+            empty = write_model(self.folder / "empty.safetensors", {})
+            self.check_raises(
+                vbar.InvalidArgument, lambda: device.open_model(empty), "the model has no tensors"
+            )
             with device.open_model(path) as model:
                 self.check_raises(
                     vbar.NotFound, lambda: model.fault("b"), "no tensor 'b'", also=[KeyError]

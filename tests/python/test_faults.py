@@ -167,6 +167,48 @@ class Streams(Case):
                 with self.assertRaisesRegex(vbar.InvalidArgument, "is no stream"):
                     bar.fault(0, 1, stream=wrong)
 
+    def test_a_protocol_that_says_nonsense_is_refused_with_what_it_said(self):
+        class Says:
+            def __init__(self, told):
+                self.__cuda_stream__ = told
+
+        class Unprintable:
+            def __repr__(self):
+                raise RuntimeError
+
+        whole, pair = "two whole numbers", "a pair of version and handle"
+        with open_device() as device:
+            bar = device.create_bar(PAGE)
+            for told, why in (
+                (7, pair),
+                ((), pair),
+                ((0,), pair),
+                ((0, 1, 2), pair),
+                ("00", pair),
+                ({0: 0, 1: 1}, pair),
+                (Unprintable(), pair),
+                ((0, "1"), whole),
+                ((0, 1.0), whole),
+                ((None, 1), whole),
+                ((0, True), whole),
+                ((1, 0), "version 0"),
+                ((-1, 0), "version 0"),
+                ((0, -1), "64 bits"),
+                ((0, 1 << 64), "64 bits"),
+                ((0, 1 << 100_000), "64 bits"),
+            ):
+                for said in (told, lambda told=told: told):
+                    with self.assertRaises(vbar.InvalidArgument) as caught:
+                        bar.fault(0, 1, stream=Says(said))
+                    message = str(caught.exception)
+                    self.assertIn("the Says is no stream: its __cuda_stream__ gave ", message)
+                    self.assertIn(why, message)
+                    self.assertLess(len(message), 300)
+            with self.assertRaisesRegex(vbar.InvalidArgument, "no stream"):
+                bar.fault(0, 1, stream=1 << 100_000)
+            with bar.fault(0, 1, stream=Says((0, Sim(device).stream()))) as bytes:
+                self.assertTrue(bytes)
+
     def test_a_guard_keeps_its_stream_object_alive(self):
         import weakref
 
@@ -615,7 +657,7 @@ class Debugging(Case):
                 pass
             bar.end_of_run()
             self.assertEqual(bar.free_memory().bytes, PAGE)
-            with self.assertRaises(AssertionError):
+            with self.assertRaises(vbar.DriverError):
                 sim.peek(bytes.address, 8)
 
 
@@ -627,7 +669,7 @@ class Pressure(Case):
                 pass
             bar.end_of_run()
             # Of 64 MiB others have 24, and 24 are to be left free.
-            sim._call("vbar_sim_set_outside_bytes", sim._sim, 24 * MIB)
+            sim.set_outside_bytes(24 * MIB)
             until = time.monotonic() + 20
             # No call of ours but those that only look.
             while device.statistics().used_bytes > 16 * MIB and time.monotonic() < until:

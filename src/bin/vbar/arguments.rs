@@ -48,6 +48,11 @@ pub(crate) fn threads(text: &str) -> Result<Threads, String> {
     }
 }
 
+/// Yes or no.
+pub(crate) fn on_off(text: &str) -> Result<bool, String> {
+    threads(text).map(|threads| threads == Threads::On)
+}
+
 /// Where model files are read from.
 pub(crate) fn prefer(text: &str) -> Result<Prefer, String> {
     match text {
@@ -122,5 +127,7 @@ mod tests {
         });
         assert!(prefer("").is_err() && prefer("RAM").is_err());
         assert!(threads("On").is_err() && threads("").is_err());
+        assert_eq!((on_off("on"), on_off("off")), (Ok(true), Ok(false)));
+        assert!(on_off("yes").is_err());
     }
 }

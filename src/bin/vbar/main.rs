@@ -23,6 +23,7 @@ mod trace;
 use std::io::ErrorKind;
 use std::process::ExitCode;
 
+use clap::error::{ContextKind, ContextValue};
 use clap::{Parser, Subcommand};
 
 use help::Help;
@@ -82,6 +83,7 @@ fn main() -> ExitCode {
     let cli = match Cli::try_parse() {
         Ok(cli) => cli,
         Err(error) => {
+            let error = with_hint(error);
             let code = u8::try_from(error.exit_code()).unwrap_or(USAGE);
             return match error.print() {
                 // Nobody reads: then nobody is told.
@@ -106,6 +108,20 @@ fn main() -> ExitCode {
         Command::Man(_) => manual::manual(&output),
     };
     output.finish(result)
+}
+
+/// What an option was called once, and is elsewhere.
+fn with_hint(mut error: clap::Error) -> clap::Error {
+    let context = |error: &clap::Error, kind| error.get(kind).map(ToString::to_string);
+    let of_a_run = |usage: &str| [" run ", " trace "].iter().any(|name| usage.contains(name));
+    if context(&error, ContextKind::InvalidArg).as_deref() == Some("--threads")
+        && context(&error, ContextKind::Usage).is_some_and(|usage| of_a_run(&usage))
+    {
+        error.remove(ContextKind::SuggestedArg);
+        let hint = "whether the library has threads of its own is '--library-threads on|off'";
+        error.insert(ContextKind::Suggested, ContextValue::StyledStrs(vec![hint.into()]));
+    }
+    error
 }
 
 #[cfg(test)]

@@ -1,6 +1,7 @@
 //! `vbar run`: a model through a budget, pass after pass, every byte checked on the device.
 //!
-//! Owns the course of a run: open, bind, passes, the budget that is halved in mid-run and restored.
+//! Owns the course of a run: open, bind, passes, and in a verified one the budget that is halved in
+//! mid-run and restored.
 //! How a pass faults is in `pass`, how bytes are checked in `verify`, what is shown in `screen` and
 //! `report`.
 
@@ -47,8 +48,9 @@ pub(crate) const HELP: Help = Help {
         ),
     ],
     notes: &[
-        "With two passes or more, the budget is halved between the halves of the middle pass and \
-         restored between those of the next.",
+        "A run keeps its budget. A verified one of two passes or more is there to check, so the \
+         budget is halved between the halves of the middle pass and restored between those of the \
+         next, unless --halve-budget says otherwise.",
         "While it runs, a terminal shows where the pages are: # resident, P pinned, i on its way, \
          ! leaving, . absent.",
         SIZES,
@@ -94,6 +96,9 @@ pub(crate) struct Settings {
     /// Compare every tensor of every pass, on the device, with the bytes of the file
     #[arg(long)]
     verify: bool,
+    /// Whether the budget is halved in mid-run and restored: on or off [default: on with --verify]
+    #[arg(long, value_name = "on|off", value_parser = arguments::on_off)]
+    halve_budget: Option<bool>,
     /// Take the bytes to compare with from this copy of the model
     #[arg(long, value_name = "MODEL", requires = "verify")]
     expect: Option<PathBuf>,
@@ -102,7 +107,7 @@ pub(crate) struct Settings {
     page_size: Option<PageSize>,
     /// Whether the library works on threads of its own, which fetch ahead of need: on or off
     #[arg(long, value_name = "on|off", default_value = "on", value_parser = arguments::threads)]
-    threads: Threads,
+    library_threads: Threads,
     /// Where the file is read from: auto, ram (through the page cache) or disk (past it)
     #[arg(long, value_name = "auto|ram|disk", default_value = "auto")]
     #[arg(value_parser = arguments::prefer)]
@@ -125,7 +130,7 @@ pub(crate) fn run(arguments: &Arguments, output: &Output) -> Result<Verdict> {
 /// # Errors
 /// Those of opening model and device, and of every step.
 pub(crate) fn carry_out(arguments: &Settings, output: &Output) -> Result<Report> {
-    let model = models::open(&arguments.model)?;
+    let model = models::open_filled(&arguments.model)?;
     let expected = arguments.expect.as_deref().map(Model::open).transpose()?;
     let opened = select::open(&arguments.device)?;
     let budget = arguments.budget.map(|budget| budget.bytes(model.total_bytes()));
@@ -141,7 +146,7 @@ pub(crate) fn carry_out(arguments: &Settings, output: &Output) -> Result<Report>
         budget_bytes: budget,
         headroom_bytes,
         page_size,
-        threads: Some(arguments.threads),
+        threads: Some(arguments.library_threads),
         prefer: arguments.prefer,
         host_allowance: arguments.host_allowance,
         ..RuntimeOptions::default()
@@ -153,7 +158,11 @@ pub(crate) fn carry_out(arguments: &Settings, output: &Output) -> Result<Report>
         true => Some(verify::checksums(&model, expected.as_ref().unwrap_or(&model), &screen)?),
         false => None,
     };
-    stream(&opened, &runtime, model, checksums, arguments.passes, &screen)
+    let course = Plan {
+        pass_count: arguments.passes,
+        halves_budget: arguments.halve_budget.unwrap_or(arguments.verify) && arguments.passes >= 2,
+    };
+    stream(&opened, &runtime, model, checksums, course, &screen)
 }
 
 /// 16 MiB, or the largest that gives the budget a few pages to work with.
@@ -177,13 +186,21 @@ fn fitting_headroom(opened: &Opened) -> Result<u64> {
     Ok(HEADROOM_DEFAULT.min(total / HEADROOM_PARTS))
 }
 
+/// What a run comes to.
+#[derive(Clone, Copy)]
+struct Plan {
+    pass_count: u32,
+    /// Only a run of two passes or more can.
+    halves_budget: bool,
+}
+
 /// All passes, between opening and closing what they need.
 fn stream(
     opened: &Opened,
     runtime: &Runtime,
     model: Model,
     checksums: Option<Vec<u64>>,
-    pass_count: u32,
+    plan: Plan,
     screen: &Screen<'_>,
 ) -> Result<Report> {
     let device = Arc::clone(runtime.device());
@@ -198,8 +215,9 @@ fn stream(
         Some(bytes) => bytes,
         None => runtime.numbers().budget_bytes,
     };
-    announce(&bar, budget_bytes, screen);
-    let half = Halving::new(runtime, budget_bytes, verifier.as_ref(), pass_count);
+    announce(&bar, budget_bytes, plan, screen);
+    let half = Halving::new(runtime, budget_bytes, verifier.as_ref(), plan);
+    let pass_count = plan.pass_count;
     let course = Course { bar: &bar, compute: &compute, screen };
     let mut passes = Vec::new();
     for number in 0..pass_count {
@@ -225,7 +243,7 @@ fn stream(
     }))
 }
 
-fn announce(bar: &ModelBar, budget_bytes: u64, screen: &Screen<'_>) {
+fn announce(bar: &ModelBar, budget_bytes: u64, plan: Plan, screen: &Screen<'_>) {
     let (model, page_size) = (bar.model(), bar.vbar().runtime().page_size());
     screen.labelled(
         "model",
@@ -236,10 +254,14 @@ fn announce(bar: &ModelBar, budget_bytes: u64, screen: &Screen<'_>) {
             model.tensors().len()
         ),
     );
+    let course = match plan.halves_budget {
+        true => "; halved in mid-run, to check that too (--halve-budget off keeps it)",
+        false => "",
+    };
     screen.labelled(
         "budget",
         format!(
-            "{} in pages of {}, scratch included",
+            "{} in pages of {}, scratch included{course}",
             format_bytes(budget_bytes),
             format_bytes(page_size.bytes())
         ),
@@ -261,12 +283,12 @@ impl<'a> Halving<'a> {
         runtime: &'a Runtime,
         budget_bytes: u64,
         verifier: Option<&Verifier>,
-        pass_count: u32,
+        plan: Plan,
     ) -> Self {
         // The scratch pages are pinned: less than them cannot be had.
         let least = verifier.map_or(0, Verifier::scratch_bytes);
         let half = (budget_bytes / 2).max(least);
-        let at = (pass_count >= 2).then(|| (pass_count - 1) / 2);
+        let at = plan.halves_budget.then(|| (plan.pass_count - 1) / 2);
         Self { runtime, full: runtime.budget_settings().0, half, at, changes: RefCell::default() }
     }
 

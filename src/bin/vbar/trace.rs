@@ -159,11 +159,14 @@ fn show(trace: &Trace, path: &Path, output: &Output) {
             milliseconds(trace.covered())
         ),
     );
-    output.line(format!("{:<13} {:>8} {:>11} {:>11}", "kind", "count", "ms", "bytes"));
+    let heading = ["kind", "times", "ms in all", "bytes", "what it is"];
+    let [kind, times, ms, bytes, what] = heading;
+    output.line(format!("{kind:<13} {times:>8} {ms:>11} {bytes:>11}  {what}"));
     for total in trace.totals() {
         let bytes = if total.bytes == 0 { "-".to_owned() } else { format_bytes(total.bytes) };
         let (kind, ms) = (total.kind.word(), milliseconds(total.time));
-        output.line(format!("{kind:<13} {:>8} {ms:>11.3} {bytes:>11}", total.count));
+        let (times, what) = (total.count, total.kind.meaning());
+        output.line(format!("{kind:<13} {times:>8} {ms:>11.3} {bytes:>11}  {what}"));
     }
 }
 

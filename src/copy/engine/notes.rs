@@ -17,8 +17,8 @@ const FAULTS_UNREAD: usize = 64;
 /// One event.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(super) enum Note {
-    /// A fault made these spans resident.
-    Faulted(Vec<Span>),
+    /// A fault made these spans resident, at this time if there is a clock.
+    Faulted { spans: Vec<Span>, at_ns: Option<u64> },
     /// Pins of a span were given back.
     Unpinned(Span),
     /// The VBAR of this number was closed.
@@ -82,7 +82,7 @@ impl Notes {
                 taken.overrun = true;
             }
             // A fault by itself sets no frame free: the engine sleeps on until the unpin.
-            wake |= !matches!(note, Note::Faulted(_)) || taken.notes.len() >= FAULTS_UNREAD;
+            wake |= !matches!(note, Note::Faulted { .. }) || taken.notes.len() >= FAULTS_UNREAD;
             taken.notes.push(note);
         }
         drop(taken);
@@ -125,11 +125,12 @@ mod tests {
         assert!(notes.take(Duration::ZERO).is_none(), "closed at first");
         notes.open();
         let span = Span::new(BarId(1), 0..2);
-        notes.add(Note::Faulted(vec![span]));
+        let faulted = || Note::Faulted { spans: vec![span], at_ns: Some(7) };
+        notes.add(faulted());
         notes.add(Note::Unpinned(span));
         assert!(notes.is_any());
         let taken = notes.take(Duration::ZERO).unwrap();
-        assert_eq!(taken.notes, [Note::Faulted(vec![span]), Note::Unpinned(span)]);
+        assert_eq!(taken.notes, [faulted(), Note::Unpinned(span)]);
         for _ in 0..=NOTES_MAX {
             notes.add(Note::Unpinned(span));
         }

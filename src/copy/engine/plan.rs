@@ -1,17 +1,26 @@
-//! The plan in force: which pages of the learned order stay, for so many frames.
+//! The plan in force: which pages of the learned order stay, when, for so many frames.
 //!
 //! Values only; `model/placement` decides, this puts its answer into the form that the pager takes,
-//! and says when another one is due.
+//! follows where in the cycle the program is, and says when another plan is due.
 
 use std::collections::{BTreeSet, HashMap};
 use std::sync::Arc;
 
-use crate::model::placement::{Cycle, Ranking};
-use crate::model::schedule::{BarId, PageRef};
+use super::position::{Moved, Position};
+use crate::model::placement::{Cycle, CycleStep, Layout, PassMeasured, Ranking, Split};
+use crate::model::schedule::{BarId, PageRef, StepId};
 
 /// A plan for fewer frames is made at once. For more, only when they are more by this part, or all
 /// that there is to place: a budget that trembles must not move pages to and fro.
 const GROWTH_PARTS: u64 = 64;
+/// Parts of the pages that come and go with the phases of a cycle: each time that one of them has
+/// changed, faults are told anew which pages to leave alone.
+const TURN_PARTS: usize = 8;
+/// Streaming frames that are tried at most, as a multiple of what the model of the pipeline takes.
+const MOST_TIMES: u32 = 4;
+
+/// Pages by their VBAR.
+pub(super) type Kept = HashMap<BarId, Arc<BTreeSet<u32>>>;
 
 /// See the module's text.
 pub(super) struct Plan {
@@ -23,51 +32,169 @@ pub(super) struct Plan {
     pub(super) is_settled: bool,
     /// Steps that had come when it was made.
     pub(super) made_at: u64,
+    /// Steps from the first on whose compute time is known.
+    known: usize,
     /// Frames that it was made for.
     frames: u64,
+    longest_compute_ns: u64,
     ranking: Ranking,
-    /// Frames for what does not stay.
-    pub(super) streaming_frames: u32,
-    /// Per VBAR, the pages that stay.
-    pub(super) kept: HashMap<BarId, Arc<BTreeSet<u32>>>,
+    layout: Layout,
+    split: Split,
+    position: Position,
+    /// Per VBAR, the pages that stay throughout.
+    throughout: Kept,
+    /// The pages that stay from a step on, those that stay throughout too; the first from step 0.
+    turns: Vec<(usize, Kept)>,
+    /// The one in force.
+    turn: usize,
 }
 
 impl Plan {
     /// A plan for a cycle that was learned.
     pub(super) fn new(revision: u64, sampled: bool, cycle: Cycle, frames: u64) -> Self {
-        Self::of(revision, sampled, Ranking::new(cycle), frames)
+        let steps = cycle.steps.iter().map(|step| StepId(step.ordinal)).collect();
+        let longest = cycle.steps.iter().map(|step| step.compute_ns).max();
+        let ranking = Ranking::new(cycle);
+        let mut plan = Self {
+            revision,
+            sampled,
+            is_settled: sampled,
+            made_at: 0,
+            known: 0,
+            frames,
+            longest_compute_ns: longest.unwrap_or(0),
+            layout: Layout::default(),
+            split: Split::new(0, 0, 0),
+            position: Position::new(steps),
+            throughout: Kept::new(),
+            turns: Vec::new(),
+            turn: 0,
+            ranking,
+        };
+        plan.lay_out(frames);
+        plan
     }
 
-    /// The same for another number of frames.
-    pub(super) fn with_frames(self, frames: u64) -> Self {
-        let is_settled = self.is_settled;
-        Self { is_settled, ..Self::of(self.revision, self.sampled, self.ranking, frames) }
+    /// The same for another number of frames: all that was tried of the split is void.
+    pub(super) fn with_frames(mut self, frames: u64) -> Self {
+        self.lay_out(frames);
+        self
     }
 
-    fn of(revision: u64, sampled: bool, ranking: Ranking, frames: u64) -> Self {
+    fn lay_out(&mut self, frames: u64) {
+        let few = u32::try_from(frames).unwrap_or(u32::MAX);
+        self.frames = frames;
+        // Where one step needs more nothing stays: each fault takes what it can get.
+        let (layout, least) = match (self.ranking.lay_out(few), self.ranking.place(few, 1)) {
+            (Ok(layout), Ok(least)) => (layout, least.streaming_frames()),
+            _ => (Layout::streaming_all(few, self.step_count()), few),
+        };
+        let streaming = layout.streaming_frames();
+        let most = streaming.saturating_mul(MOST_TIMES).min(few);
+        self.split = Split::new(streaming, least.min(streaming), most);
+        self.adopt(layout);
+    }
+
+    fn adopt(&mut self, layout: Layout) {
+        self.throughout = self.by_bar(layout.residents().iter().copied());
+        let turns = if layout.has_phases() { layout.turns(TURN_PARTS) } else { vec![0] };
+        let kept = |step: &usize| {
+            let pages = layout.residents().iter().copied().chain(layout.kept_behind(*step));
+            (*step, self.by_bar(pages))
+        };
+        self.turns = turns.iter().map(kept).collect();
+        self.layout = layout;
+        self.turn = self.turn_at_position();
+    }
+
+    fn by_bar(&self, pages: impl Iterator<Item = PageRef>) -> Kept {
         let mut kept: HashMap<BarId, BTreeSet<u32>> = HashMap::new();
-        for page in ranking.pages() {
+        for page in self.ranking.pages() {
             kept.entry(page.bar).or_default();
         }
-        let few = u32::try_from(frames).unwrap_or(u32::MAX);
-        let streaming_frames = match ranking.place_best(few) {
-            Ok(placement) => {
-                for PageRef { bar, page } in placement.residents() {
-                    kept.entry(*bar).or_default().insert(*page);
-                }
-                placement.streaming_frames()
-            }
-            // Nothing stays: each fault takes what it can get.
-            Err(_) => few,
+        for PageRef { bar, page } in pages {
+            kept.entry(bar).or_default().insert(page);
+        }
+        kept.into_iter().map(|(bar, pages)| (bar, Arc::new(pages))).collect()
+    }
+
+    /// A cycle of it was measured. Returns whether other pages stay now: those at the margin.
+    pub(super) fn observe(&mut self, pass: PassMeasured) -> bool {
+        let before = self.split.frames();
+        let streaming = self.split.observe(pass);
+        if streaming == before || self.layout.streaming_frames() == 0 {
+            return false;
+        }
+        let few = u32::try_from(self.frames).unwrap_or(u32::MAX);
+        let layout = match self.layout.has_phases() {
+            true => self.ranking.place_phases(few, streaming),
+            false => self.ranking.place(few, streaming).map(|placement| placement.layout()),
         };
-        let kept = kept.into_iter().map(|(bar, pages)| (bar, Arc::new(pages))).collect();
-        let (is_settled, made_at) = (sampled, 0);
-        Self { revision, sampled, is_settled, made_at, frames, ranking, streaming_frames, kept }
+        // What cannot be is not tried, and looks as if it did not pay.
+        let Ok(layout) = layout else { return false };
+        self.adopt(layout);
+        true
+    }
+
+    /// Whether pages that stay now may stream again after a few passes.
+    pub(super) fn is_trying(&self) -> bool {
+        self.split.is_trying()
+    }
+
+    /// A step has come.
+    pub(super) fn advance(&mut self, step: StepId) -> Moved {
+        self.position.advance(step)
+    }
+
+    /// Whether other pages are to be left alone by faults since the last time.
+    pub(super) fn take_turn(&mut self) -> bool {
+        let now = self.turn_at_position();
+        std::mem::replace(&mut self.turn, now) != now
+    }
+
+    fn turn_at_position(&self) -> usize {
+        let last = self.position.last();
+        self.turns.partition_point(|(step, _)| *step <= last).saturating_sub(1)
+    }
+
+    /// Compute time of a cycle, as it is `known` of the steps by now.
+    pub(super) fn cycle_compute_ns(&self, known: impl Fn(StepId) -> Option<u64>) -> u64 {
+        let of = |step: &CycleStep| known(StepId(step.ordinal)).unwrap_or(step.compute_ns);
+        self.steps().iter().map(of).sum()
+    }
+
+    /// The longest that a step can take: its compute time, and all frames filled anew for it.
+    pub(super) fn longest_ns(&self) -> u64 {
+        let filled = self.frames.min(self.page_count());
+        self.longest_compute_ns.saturating_add(filled * self.ranking.cycle().page_ns)
+    }
+
+    /// Compute time that it was made for of a step that it has.
+    pub(super) fn compute_ns(&self, step: StepId) -> Option<u64> {
+        Some(self.steps()[self.position.index_of(step)?].compute_ns)
+    }
+
+    /// Whether the compute time of each step `is_known`, which stays so. O(1) on the whole.
+    pub(super) fn is_known(&mut self, is_known: impl Fn(StepId) -> bool) -> bool {
+        let steps = &self.ranking.cycle().steps;
+        while steps.get(self.known).is_some_and(|step| is_known(StepId(step.ordinal))) {
+            self.known += 1;
+        }
+        self.known == steps.len()
+    }
+
+    /// Its compute times hold no longer.
+    pub(super) fn unlearn(&mut self) {
+        (self.sampled, self.known) = (false, 0);
+    }
+
+    fn steps(&self) -> &[CycleStep] {
+        &self.ranking.cycle().steps
     }
 
     /// Steps of the cycle.
     pub(super) fn step_count(&self) -> usize {
-        self.ranking.cycle().steps.len()
+        self.steps().len()
     }
 
     /// Pages of the cycle.
@@ -75,14 +202,39 @@ impl Plan {
         u64::from(self.ranking.page_count())
     }
 
-    /// Pages that stay.
-    pub(super) fn kept_count(&self) -> u64 {
-        self.kept.values().map(|pages| pages.len() as u64).sum()
+    /// Frames for what does not stay.
+    pub(super) fn streaming_frames(&self) -> u32 {
+        self.layout.streaming_frames()
     }
 
-    /// Whether a page stays.
+    /// Whether some pages stay for a part of the cycle only.
+    pub(super) fn has_phases(&self) -> bool {
+        self.layout.has_phases()
+    }
+
+    /// Pages that stay now.
+    pub(super) fn kept_count(&self) -> u64 {
+        self.kept().values().map(|pages| pages.len() as u64).sum()
+    }
+
+    /// Per VBAR of the cycle, the pages that stay now, as of the last turn.
+    pub(super) fn kept(&self) -> &Kept {
+        self.turns.get(self.turn).map_or(&self.throughout, |(_, kept)| kept)
+    }
+
+    /// Per VBAR of the cycle, the pages that stay throughout.
+    pub(super) fn throughout(&self) -> &Kept {
+        &self.throughout
+    }
+
+    /// Whether a page stays throughout.
+    pub(super) fn keeps_throughout(&self, page: PageRef) -> bool {
+        self.throughout.get(&page.bar).is_some_and(|kept| kept.contains(&page.page))
+    }
+
+    /// Whether a page stays behind the step that came last.
     pub(super) fn keeps(&self, page: PageRef) -> bool {
-        self.kept.get(&page.bar).is_some_and(|kept| kept.contains(&page.page))
+        self.keeps_throughout(page) || self.layout.is_kept_behind(page, self.position.last())
     }
 
     /// Whether another plan is due for so many frames.
@@ -95,9 +247,11 @@ impl Plan {
         self.frames < all && (grown > self.frames / GROWTH_PARTS || frames >= all)
     }
 
-    /// The pages of the cycle, the one that is used last first, as often as they are used.
+    /// The pages of the cycle, the one that is used last from now on first, as often as they are
+    /// used.
     pub(super) fn pages_from_the_end(&self) -> impl Iterator<Item = PageRef> + '_ {
-        let steps = self.ranking.cycle().steps.iter().rev();
+        let (before, behind) = self.steps().split_at(self.position.next());
+        let steps = before.iter().rev().chain(behind.iter().rev());
         steps.flat_map(|step| step.pages.iter().rev().copied())
     }
 }

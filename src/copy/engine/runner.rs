@@ -8,15 +8,17 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::course::{Arrival, Course};
+use super::drift::Drift;
+use super::meter::{Meter, Reading};
 use super::notes::{Note, Notes, Taken};
 use super::plan::Plan;
-use super::samples::Sample;
+use super::samples::{Sample, Wanted as SamplesWanted};
 use crate::copy::fill::Keep;
 use crate::error::{Error, ErrorCode, Result};
 use crate::memory::pager::{Fetched, PageOf, Pager, Role, Spent, Stop, Wanted};
 use crate::memory::vbar::Bar;
-use crate::model::placement::Cycle;
-use crate::model::schedule::{BarId, PageRef, Schedule, Span};
+use crate::model::placement::{Cycle, PassMeasured};
+use crate::model::schedule::{BarId, PageRef, Schedule, Span, StepId};
 use crate::units::{MIB, PageIndex};
 
 /// Without a note the engine looks this often whether the budget has changed.
@@ -26,7 +28,8 @@ const PAUSE_MOMENT: Duration = Duration::from_micros(100);
 /// Pages that are fetched at a time: enough to read several at once, few enough to look at the
 /// notes between.
 const BATCH: usize = 16;
-/// What a MiB takes on the link, in nanoseconds: 55 GB/s, page-locked memory to an H100 or H200.
+/// What a MiB takes on the link until that is measured, in nanoseconds: 55 GB/s, page-locked memory
+/// to an H100 or H200.
 const NS_PER_MIB: u64 = 19_000;
 /// Cycles after which a plan is believed although no compute time was sampled.
 const PATIENT_CYCLES: u64 = 3;
@@ -44,10 +47,16 @@ pub struct EngineNumbers {
     pub plans: u64,
     /// Pages of the plan in force, in all, 0 without one.
     pub planned_pages: u64,
-    /// Of those, the ones that stay.
+    /// Of those, the ones that stay now.
     pub kept_pages: u64,
+    /// Frames for the others.
+    pub streaming_frames: u64,
     /// Steps that the engine is ahead of the program.
     pub steps_ahead: u64,
+    /// Cycles of plans that were measured so far.
+    pub measured_cycles: u64,
+    /// Time that a MiB takes on the link, in nanoseconds; 0 before that was measured.
+    pub link_ns_per_mib: u64,
 }
 
 #[derive(Default)]
@@ -56,6 +65,13 @@ pub(super) struct Runner {
     course: Course,
     plan: Option<Plan>,
     plans: u64,
+    meter: Meter,
+    measured_cycles: u64,
+    /// As measured by the last turn of a cycle, and when the last plan was made.
+    link_ns_per_mib: Option<u64>,
+    drift: Drift,
+    /// Where a frame lacks, pages that may lose theirs are to be looked for.
+    is_search_due: bool,
     /// Steps that came so far.
     steps: u64,
     bars: HashMap<BarId, Arc<Bar>>,
@@ -96,7 +112,8 @@ impl Runner {
     pub(super) fn restart(&mut self, pager: &Pager) {
         self.lift_plan(pager);
         let told = std::mem::take(&mut self.told);
-        *self = Self { told, plans: self.plans, ..Self::default() };
+        let (plans, measured_cycles) = (self.plans, self.measured_cycles);
+        *self = Self { told, plans, measured_cycles, ..Self::default() };
     }
 
     pub(super) fn numbers(&self) -> EngineNumbers {
@@ -107,7 +124,10 @@ impl Runner {
             plans: self.plans,
             planned_pages: plan.map_or(0, Plan::page_count),
             kept_pages: plan.map_or(0, Plan::kept_count),
+            streaming_frames: plan.map_or(0, |plan| u64::from(plan.streaming_frames())),
             steps_ahead: self.course.entered_count() as u64,
+            measured_cycles: self.measured_cycles,
+            link_ns_per_mib: self.link_ns_per_mib.unwrap_or(0),
         }
     }
 
@@ -125,7 +145,7 @@ impl Runner {
 
     fn note(&mut self, pager: &Pager, note: Note) {
         match note {
-            Note::Faulted(spans) => self.faulted(pager, &spans),
+            Note::Faulted { spans, at_ns } => self.faulted(pager, &spans, at_ns),
             Note::Unpinned(span) => {
                 let plan = self.plan.as_ref();
                 self.course.unpinned(&span, |page| is_kept(plan, page));
@@ -143,14 +163,81 @@ impl Runner {
         }
     }
 
-    fn faulted(&mut self, pager: &Pager, spans: &[Span]) {
+    fn faulted(&mut self, pager: &Pager, spans: &[Span], at_ns: Option<u64>) {
         spans.iter().for_each(|span| self.know(pager, span.bar));
-        let plan = self.plan.as_ref();
         let Some(recorded) = self.schedule.record(spans) else { return };
         self.steps += 1;
+        self.move_on(pager, recorded.step, at_ns);
+        let plan = self.plan.as_ref();
         let known = self.schedule.spans(recorded.step);
         if self.course.faulted(known, |page| is_kept(plan, page)) == Arrival::Other {
             log::trace!("a fault that was not the next one: {:?}", recorded.verdict);
+        }
+    }
+
+    /// Follows the program through the plan's cycle, at whose end it is measured.
+    fn move_on(&mut self, pager: &Pager, step: StepId, at_ns: Option<u64>) {
+        let Some(plan) = &mut self.plan else { return };
+        let moved = plan.advance(step);
+        self.meter.step(at_ns, plan.longest_ns());
+        if moved.is_jump {
+            self.meter.spoil();
+        }
+        if moved.is_turn {
+            let copied = &pager.device.counters.bytes_filled;
+            let copied_bytes = copied.load(std::sync::atomic::Ordering::Relaxed);
+            let reading = at_ns.map(|at_ns| Reading { at_ns, copied_bytes });
+            let compute_ns = plan.cycle_compute_ns(|step| self.schedule.compute_ns(step));
+            self.link_ns_per_mib = pager.link_ns_per_mib();
+            let ns_per_mib = self.link_ns_per_mib.unwrap_or(NS_PER_MIB);
+            let pass = self.meter.turn(reading, compute_ns, ns_per_mib);
+            let sampled = plan.sampled;
+            if let Some(pass) = pass.filter(|_| sampled) {
+                self.observe(pager, pass);
+            }
+            self.end_cycle();
+        }
+        if moved.is_jump {
+            // It began anywhere.
+            self.meter.spoil();
+        }
+        self.turn(pager);
+        // A page may be kept for a use that has been left out.
+        self.is_search_due |= moved.is_jump;
+    }
+
+    /// Other pages stay where the program is now than did before.
+    fn turn(&mut self, pager: &Pager) {
+        let Some(mut plan) = self.plan.take_if(|plan| plan.has_phases()) else { return };
+        if plan.take_turn() {
+            self.apply(pager, &plan);
+        }
+        self.plan = Some(plan);
+    }
+
+    /// A cycle of the plan in force was measured.
+    pub(super) fn observe(&mut self, pager: &Pager, pass: PassMeasured) {
+        let Some(mut plan) = self.plan.take() else { return };
+        self.measured_cycles += 1;
+        let (before, was_trying) = (plan.streaming_frames(), plan.is_trying());
+        if plan.observe(pass) {
+            let now = plan.streaming_frames();
+            log::debug!("{before} frames stream, now {now}: the last cycle was {pass:?}");
+            return self.enforce(pager, plan);
+        }
+        if was_trying && !plan.is_trying() {
+            self.forget_locked(pager, &plan);
+        }
+        self.plan = Some(plan);
+    }
+
+    /// Looks whether the device computes as long as the plan in force says.
+    fn end_cycle(&mut self) {
+        let Some(plan) = self.plan.as_mut().filter(|plan| plan.sampled) else { return };
+        if self.drift.end_cycle() {
+            log::debug!("the device computes for other times than before: they are sampled anew");
+            plan.unlearn();
+            self.schedule.forget_samples();
         }
     }
 
@@ -173,14 +260,14 @@ impl Runner {
         }
         self.schedule.forget(bar);
         self.course.forget(bar);
-        if self.plan.as_ref().is_some_and(|plan| plan.kept.contains_key(&bar)) {
+        if self.plan.as_ref().is_some_and(|plan| plan.kept().contains_key(&bar)) {
             self.lift_plan(pager);
         }
     }
 
     fn lift_plan(&mut self, pager: &Pager) {
         let Some(plan) = self.plan.take() else { return };
-        for bar in plan.kept.keys() {
+        for bar in plan.kept().keys() {
             if let Some(bar) = self.bars.get(bar) {
                 pager.set_kept(bar, None, Keep::No);
             }
@@ -193,8 +280,7 @@ impl Runner {
         if revision == 0 {
             return;
         }
-        let bars = self.bars.keys().map(|bar| bar.0).collect();
-        let frames = pager.frames_for(&bars);
+        let frames = pager.frames_for(|bar| self.bars.contains_key(&BarId(bar)));
         let same = self.plan.as_ref().is_some_and(|plan| plan.revision == revision);
         let sampled = self.is_sampled();
         let plan = match self.plan.take() {
@@ -203,11 +289,15 @@ impl Runner {
                     self.plan = Some(plan);
                     return;
                 }
+                // Pages that were fetched may be gone with the frames.
+                self.course.clear(|page| plan.keeps(page));
                 plan.with_frames(frames)
             }
             before => {
                 let page_bytes = pager.device.options.page_size.bytes();
-                let page_ns = page_bytes.saturating_mul(NS_PER_MIB) / MIB;
+                self.link_ns_per_mib = pager.link_ns_per_mib();
+                let ns_per_mib = self.link_ns_per_mib.unwrap_or(NS_PER_MIB);
+                let page_ns = page_bytes.saturating_mul(ns_per_mib) / MIB;
                 let classes = |bar: BarId| self.bars.get(&bar).map_or(0, |bar| pager.class_of(bar));
                 let Some(cycle) = Cycle::of(&self.schedule, page_ns.max(1), classes) else {
                     self.plan = before;
@@ -222,34 +312,48 @@ impl Runner {
             plan.step_count(),
             plan.page_count(),
             plan.kept_count(),
-            plan.streaming_frames,
+            plan.streaming_frames(),
         );
+        self.plans += 1;
+        self.meter.spoil();
         self.enforce(pager, plan);
     }
 
     fn enforce(&mut self, pager: &Pager, mut plan: Plan) {
         plan.made_at = self.steps;
         self.apply(pager, &plan);
-        for (bar, kept) in &plan.kept {
+        // What is on trial may stream again in a few cycles.
+        if !plan.is_trying() {
+            self.forget_locked(pager, &plan);
+        }
+        self.plan = Some(plan);
+        self.find_spent();
+    }
+
+    /// One copy is enough of what stays on the device.
+    fn forget_locked(&self, pager: &Pager, plan: &Plan) {
+        for (bar, kept) in plan.throughout() {
             if let Some(bar) = self.bars.get(bar) {
-                // One copy is enough of what stays on the device.
                 pager.forget_locked(bar, kept.iter().copied());
             }
         }
-        self.plans += 1;
-        // What it does not keep may go, the page whose next use is farthest first.
+    }
+
+    /// What the plan does not keep may go, the page whose next use is farthest first.
+    fn find_spent(&mut self) {
+        self.is_search_due = false;
+        let Some(plan) = &self.plan else { return };
         self.course.clear_spent();
         for page in plan.pages_from_the_end() {
             if !plan.keeps(page) && is_mapped(&self.bars, page) {
                 self.course.add_spent(page);
             }
         }
-        self.plan = Some(plan);
     }
 
     fn apply(&self, pager: &Pager, plan: &Plan) {
         let streamed = if plan.is_settled { Keep::Locked } else { Keep::No };
-        for (bar, kept) in &plan.kept {
+        for (bar, kept) in plan.kept() {
             if let Some(bar) = self.bars.get(bar) {
                 pager.set_kept(bar, Some(Arc::clone(kept)), streamed);
             }
@@ -271,22 +375,26 @@ impl Runner {
 
     /// Takes a sample of compute time in.
     pub(super) fn sample(&mut self, sample: &Sample) {
-        if let Some(step) = self.schedule.step_of(&sample.spans) {
-            self.schedule.sample(step, sample.compute_ns);
+        let Some(step) = self.schedule.step_of(&sample.spans) else { return };
+        self.schedule.sample(step, sample.compute_ns);
+        let Some(plan) = self.plan.as_ref().filter(|plan| plan.sampled) else { return };
+        if let Some(expected_ns) = plan.compute_ns(step) {
+            self.drift.sample(expected_ns, sample.compute_ns);
         }
     }
 
-    /// Whether more samples are of use: until each step of the cycle has one.
-    pub(super) fn wants_samples(&self) -> bool {
-        self.plan.as_ref().is_some_and(|plan| !plan.sampled)
+    /// Which samples are of use: all until each step of the cycle has one, then some.
+    pub(super) fn wants_samples(&self) -> SamplesWanted {
+        match &self.plan {
+            Some(plan) if plan.sampled => SamplesWanted::Some,
+            Some(_) => SamplesWanted::All,
+            None => SamplesWanted::None,
+        }
     }
 
-    fn is_sampled(&self) -> bool {
-        let Some(plan) = &self.plan else { return false };
-        plan.sampled
-            || self.schedule.cycle().is_some_and(|cycle| {
-                cycle.iter().all(|step| self.schedule.compute_ns(*step).is_some())
-            })
+    fn is_sampled(&mut self) -> bool {
+        let Some(plan) = &mut self.plan else { return false };
+        plan.sampled || plan.is_known(|step| self.schedule.compute_ns(step).is_some())
     }
 
     /// Fetches the next pages: those wished for, then those that are expected.
@@ -313,6 +421,10 @@ impl Runner {
         let fetched = self.fetch_pages(pager, &wanted)?;
         self.course.fetched(fetched.done + usize::from(fetched.is_passed_over()));
         Ok(match fetched.stop {
+            Some(Stop::NoFrame) if std::mem::take(&mut self.is_search_due) => {
+                self.find_spent();
+                Progress::Made
+            }
             Some(Stop::NoFrame) => Progress::Blocked(PAUSE_MAX),
             Some(Stop::InUse) => Progress::Blocked(PAUSE_MOMENT),
             _ => Progress::Made,
@@ -357,7 +469,7 @@ impl Runner {
     /// `None` of a VBAR that is gone.
     fn wanted(&self, page: PageRef) -> Option<Wanted> {
         let bar = Arc::clone(self.bars.get(&page.bar)?);
-        let kept = is_kept(self.plan.as_ref(), page);
+        let kept = self.plan.as_ref().is_some_and(|plan| plan.keeps_throughout(page));
         let role = if kept { Role::Kept } else { Role::Streamed };
         Some(Wanted { page: PageOf { bar, page: page.page }, role })
     }

@@ -13,12 +13,35 @@ use crate::error::Result;
 use crate::memory::pager::Pager;
 use crate::model::schedule::{PageRef, Span};
 use crate::sync::device::Device;
-use crate::sync::{Acquire, AtomicBool, Mutex, Release};
+use crate::sync::{Acquire, AtomicU32, Mutex, Relaxed, Release};
 use crate::trace;
 use crate::units::Stream;
 
+/// Faults of which one is sampled where some are: no divisor of the steps that models have, so that
+/// each of them comes to its turn.
+const SOME: u32 = 17;
 /// Samples under way at a time; past it none are begun.
 const PENDING_MAX: usize = 512;
+
+/// Which faults are sampled.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Wanted {
+    None,
+    /// One in a few.
+    Some,
+    All,
+}
+
+impl Wanted {
+    /// Faults of which one is sampled; 0: none is.
+    fn stride(self) -> u32 {
+        match self {
+            Self::None => 0,
+            Self::Some => SOME,
+            Self::All => 1,
+        }
+    }
+}
 
 /// Spans of a fault, and the device's time from its return to its unpin.
 pub(super) struct Sample {
@@ -46,25 +69,44 @@ struct Books {
 /// See the module's text.
 #[derive(Default)]
 pub(super) struct Samples {
-    wanted: AtomicBool,
+    /// Faults of which one is sampled; 0: none is.
+    stride: AtomicU32,
+    faults: AtomicU32,
     books: Mutex<Books>,
 }
 
 impl Samples {
-    /// Whether samples are to be taken from now on.
-    pub(super) fn want(&self, wanted: bool) {
-        if self.wanted.load(Acquire) != wanted {
-            self.wanted.store(wanted, Release);
+    /// Which samples are to be taken from now on.
+    pub(super) fn want(&self, wanted: Wanted) {
+        let stride = wanted.stride();
+        let before = self.stride.load(Acquire);
+        if before == stride {
+            return;
         }
+        if before == 0 {
+            // Whose ends were not seen would end with the next use of their pages.
+            let mut books = self.books.lock();
+            let begun: Vec<Event> = books.open.drain().map(|(_, (_, start, _))| start).collect();
+            books.events.give_back(begun);
+        }
+        self.stride.store(stride, Release);
     }
 
     fn is_wanted(&self) -> bool {
-        self.wanted.load(Acquire) || trace::is_on()
+        self.stride.load(Acquire) != 0 || trace::is_on()
+    }
+
+    /// Whether the fault that has come is to be sampled.
+    fn is_turn(&self) -> bool {
+        let stride = self.stride.load(Acquire);
+        let is_turn =
+            stride == 1 || stride != 0 && self.faults.fetch_add(1, Relaxed).is_multiple_of(stride);
+        is_turn || trace::is_on()
     }
 
     /// A fault has returned.
     pub(super) fn begin(&self, device: &Device, spans: &[Span], stream: Stream) {
-        if !self.is_wanted() || stream.is_none() {
+        if stream.is_none() || !self.is_turn() {
             return;
         }
         let mut books = self.books.lock();
@@ -115,7 +157,7 @@ impl Samples {
 
     /// Gives all events back to the driver; the engine has ended.
     pub(super) fn close(&self, pager: &Pager) {
-        self.want(false);
+        self.want(Wanted::None);
         let books = std::mem::take(&mut *self.books.lock());
         let Ok(_scope) = pager.device.enter() else { return };
         let open = books.open.into_values().map(|(_, start, _)| start);

@@ -194,8 +194,11 @@ impl StreamState {
         self.wake.notify_all();
     }
 
+    /// Destroys it: what was enqueued runs. Nobody could let a held one go any more.
     pub(super) fn close(&self) {
-        self.queue.lock().closed = true;
+        let mut queue = self.queue.lock();
+        (queue.closed, queue.held) = (true, false);
+        drop(queue);
         self.wake.notify_all();
     }
 }
@@ -251,9 +254,15 @@ impl Core {
         Ok(handle)
     }
 
-    /// Drops destroyed streams whose work the host knows to be done.
+    /// Drops destroyed streams whose work the host knows to be done. One that a call of another
+    /// thread has in hand, looked up before it was destroyed, stays: that call may still enqueue,
+    /// and a seeded device runs the work of the streams that are here and no other.
     fn forget_finished_streams(&self) {
         self.all_streams.lock().retain(|stream| {
+            // Nobody finds it any more, so that this says all.
+            if Arc::strong_count(stream) > 1 {
+                return true;
+            }
             let queue = stream.queue.lock();
             let finished = queue.closed && stream.completed() == queue.enqueued;
             let last_tick = stream.first_tick + queue.enqueued;
@@ -453,4 +462,67 @@ fn note_accesses(
         missing = missing.or(hole);
     }
     missing
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::driver::sim::{Sim, SimOptions};
+    use crate::units::DeviceOrdinal;
+
+    /// More than any of it takes, however slow the machine.
+    const LONG: Duration = Duration::from_secs(60);
+
+    /// The context has nothing pending within a time that is long.
+    #[track_caller]
+    fn check_context_ends(sim: &Arc<Sim>) {
+        let driver = sim.driver();
+        let context = driver.ctx_get_current().unwrap();
+        let (tell, told) = std::sync::mpsc::channel();
+        std::thread::spawn(move || {
+            driver.ctx_set_current(context).unwrap();
+            let _gone = tell.send(driver.ctx_synchronize());
+        });
+        told.recv_timeout(LONG).expect("the context ends").unwrap();
+    }
+
+    #[test]
+    fn work_of_a_call_that_had_the_stream_before_it_was_destroyed_runs() {
+        for seed in [None, Some(5)] {
+            let sim = Sim::new(SimOptions { seed, ctx_event: false, ..SimOptions::default() });
+            let (driver, core) = (sim.driver(), &sim.core);
+            let context = driver.device_primary_ctx_retain(DeviceOrdinal(0)).unwrap();
+            driver.ctx_set_current(Some(context)).unwrap();
+            let handle = driver.stream_create().unwrap();
+            // A call of another thread has come so far.
+            let used = core.stream(handle, Verb::EventRecord).unwrap();
+            driver.stream_destroy(handle).unwrap();
+            // Another stream gets the handle; whoever is finished is forgotten.
+            let other = driver.stream_create().unwrap();
+            let (number, clock) = core.enqueue(&used, Work::Mark, None);
+            let point = Point { stream: used, number };
+            let waiting = core.stream(other, Verb::StreamWaitEvent).unwrap();
+            core.enqueue(&waiting, Work::Mark, Some((&[point], &clock)));
+            check_context_ends(&sim);
+            assert!(core.is_done(&waiting));
+        }
+    }
+
+    #[test]
+    fn a_held_stream_that_is_destroyed_goes_on() {
+        for seed in [None, Some(5)] {
+            let sim = Sim::new(SimOptions { seed, ctx_event: false, ..SimOptions::default() });
+            let driver = sim.driver();
+            let context = driver.device_primary_ctx_retain(DeviceOrdinal(0)).unwrap();
+            driver.ctx_set_current(Some(context)).unwrap();
+            let (held, other) = (driver.stream_create().unwrap(), driver.stream_create().unwrap());
+            let event = driver.event_create().unwrap();
+            sim.hold_stream(held).unwrap();
+            driver.event_record(event, held).unwrap();
+            driver.stream_wait_event(other, event).unwrap();
+            driver.stream_destroy(held).unwrap();
+            check_context_ends(&sim);
+            assert!(driver.event_query(event).is_ok());
+        }
+    }
 }

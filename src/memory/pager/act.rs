@@ -5,11 +5,13 @@
 //! commit point only the fill can fail; its pages go back to Absent when the fill stream is done
 //! with them. What cannot be undone is quarantined, counted and logged.
 
+mod gradual;
+
 use std::sync::Arc;
 
 use super::Pager;
 use super::plan::{Asker, Backing, Claim, Protected, Take, Victim};
-use super::state::{Lingering, LingeringFrame};
+use super::state::{Destination, Lingering, LingeringFrame};
 use crate::copy::fill::{FillJob, Filler};
 use crate::copy::pipeline::Pipeline;
 use crate::counters;
@@ -89,6 +91,10 @@ impl Pager {
                 return Err(Failure::Error(error));
             }
         };
+        if let Some(filler) = filler.as_ref().filter(|filler| self.is_gradual(&placed, filler)) {
+            let filling = filler.begin(fill_jobs(&placed));
+            return self.act_gradually(placed, filler, filling);
+        }
         let filling = filler.as_ref().map(|filler| filler.begin(fill_jobs(&placed)));
         let done = if strict { self.unmap_victims_first(&mut placed) } else { Ok(()) }
             .and_then(|()| self.lift_claimed(&placed))
@@ -250,7 +256,7 @@ impl Pager {
         });
         // After the first failure the rest is not tried.
         for (entry, _) in placed.iter().zip(is_published).filter(|(_, published)| !published) {
-            self.withdraw(&entry.claim, entry.frame());
+            self.withdraw(&entry.claim, entry.frame(), entry.claim.backing.destination());
         }
         self.changed.notify_all();
         self.trace_memory();
@@ -365,14 +371,20 @@ impl Pager {
         }
         let state = if ready.is_none() { PageState::Resident } else { PageState::Issued };
         let pins = u32::from(claim.asker == Asker::Fault);
+        // At one moment for whoever has the lock. A published page that was in no set yet could be
+        // evicted, by a stale entry among the streamed ones, and was then entered although it was
+        // absent.
+        let mut locked = self.state.lock();
         let generation = page.publish(state, pins, ready);
-        self.state.lock().add_resident(claim.bar.id, claim.page, claim.streams);
+        locked.add_resident(claim.bar.id, claim.page, claim.streams);
+        drop(locked);
         (pins > 0).then(|| Protected::new(Arc::clone(&claim.bar), claim.page, generation))
     }
 
-    /// Takes a committed page back whose bytes did not arrive. Copies may be under way to it, and
-    /// the frame's former users may not be done. Nobody can pin it in between.
-    fn withdraw(&self, claim: &Claim, frame: FrameIndex) {
+    /// Takes a mapped page back whose bytes did not arrive; its frame goes where it is told. Copies
+    /// may be under way to it, and the frame's former users may not be done. Nobody can pin it in
+    /// between.
+    fn withdraw(&self, claim: &Claim, frame: FrameIndex, destination: Destination) {
         let mut users = claim.users.clone();
         if claim.bar.bound().is_some() {
             // A fence that nobody records never passes: without one the copies are waited for.
@@ -389,7 +401,7 @@ impl Pager {
             bar: Arc::clone(&claim.bar),
             page: claim.page,
             users,
-            frame: LingeringFrame::To(frame, claim.backing.destination()),
+            frame: LingeringFrame::To(frame, destination),
         };
         self.state.lock().lingering.push(lingering);
     }

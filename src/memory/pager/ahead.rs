@@ -5,7 +5,7 @@
 //! pinned afterwards. The engine decides which pages, in which order, and at whose cost; what the
 //! driver is asked for and how it is undone is `act`'s as for every fault.
 
-use std::collections::{BTreeSet, HashSet};
+use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use super::plan::{Asker, Backing, Blocked, Claim, Take, Usable, take_pages, take_spare};
@@ -205,11 +205,18 @@ impl Pager {
         self.state.lock().open(bar).map_or(i32::MIN, |entry| entry.rank.class)
     }
 
-    /// Frames that the VBARs of these numbers can have together: what others hold is theirs.
+    /// Time that a MiB took on the link lately, in nanoseconds; `None` before that was measured.
     #[must_use]
-    pub fn frames_for(&self, bars: &HashSet<u32>) -> u64 {
+    pub fn link_ns_per_mib(&self) -> Option<u64> {
+        self.filler.lock().as_ref()?.link_ns_per_mib()
+    }
+
+    /// Frames that the VBARs of some numbers can have together: what others hold is theirs. Asks
+    /// under the device's lock.
+    #[must_use]
+    pub fn frames_for(&self, is_asked_for: impl Fn(u32) -> bool) -> u64 {
         let state = self.state.lock();
-        let others = state.bars.iter().filter(|(number, _)| !bars.contains(number));
+        let others = state.bars.iter().filter(|(number, _)| !is_asked_for(**number));
         let open = others.filter(|(_, entry)| entry.life == Life::Open);
         let held: u64 = open.map(|(_, entry)| entry.resident.len() as u64).sum();
         let lost = u64::from(state.frames.quarantined());

@@ -205,8 +205,10 @@ impl Pager {
 
     /// Publishes a page with its host frame in place.
     pub(super) fn publish_hosted(&self, claim: &Claim, ready: Ticket) -> Protected {
+        let mut state = self.state.lock();
         let generation = claim.entry().publish(PageState::HostMapped, 1, ready);
-        self.state.lock().bar_mut(claim.bar.id).hosted.insert(claim.page.0);
+        state.bar_mut(claim.bar.id).hosted.insert(claim.page.0);
+        drop(state);
         Protected::new(Arc::clone(&claim.bar), claim.page, generation)
     }
 

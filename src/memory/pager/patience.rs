@@ -20,6 +20,7 @@ pub(super) struct Patience<'a> {
     waits: HashMap<&'static str, Wait<'a>>,
     pub(super) turn: Option<u64>,
     reclaimer: Option<Arc<dyn Reclaim>>,
+    recorded: Option<()>,
     context_waited: Option<()>,
     pub(super) refused_once: Option<()>,
 }
@@ -27,7 +28,8 @@ pub(super) struct Patience<'a> {
 impl<'a> Patience<'a> {
     pub(super) fn new(pager: &'a Pager) -> Self {
         let (waits, reclaimer) = (HashMap::new(), pager.reclaimer());
-        Self { pager, waits, turn: None, reclaimer, context_waited: None, refused_once: None }
+        let (turn, recorded, context_waited, refused_once) = Default::default();
+        Self { pager, waits, turn, reclaimer, recorded, context_waited, refused_once }
     }
 
     /// Whether there is somebody to ask for frames before pages are evicted.
@@ -62,6 +64,11 @@ impl<'a> Patience<'a> {
             }
             _ => wait.pause(),
         }
+    }
+
+    /// Once a request, and never while a known stream is being captured.
+    pub(super) fn may_record(&mut self, capture: CaptureState) -> bool {
+        capture == CaptureState::None && self.recorded.replace(()).is_none()
     }
 
     /// Once a request, if the options allow it, and never while a known stream is being captured.

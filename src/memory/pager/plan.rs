@@ -10,7 +10,7 @@ use std::collections::HashSet;
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::state::{Lingering, State};
+use super::state::{BarState, Lingering, State};
 use super::{Request, Role, host_mapped};
 use crate::copy::fill::Keep;
 use crate::driver::CaptureState;
@@ -265,8 +265,8 @@ fn take_frames(
     Ok((takes, own))
 }
 
-/// Up to `needed` frames that no page has to give up: free ones, new ones under the budget, and
-/// free ones that are still in use.
+/// Up to `needed` frames that no page has to give up: free ones, new ones under the budget, free
+/// ones that are still in use, and those of pages that only wait for their last users to be gone.
 pub(super) fn take_spare(
     state: &mut State,
     device: &Device,
@@ -289,6 +289,12 @@ pub(super) fn take_spare(
     while takes.len() < needed {
         let in_use = |users: &[Ticket]| blocked.admit(device, users.to_vec(), usable);
         let Some((frame, users)) = state.frames.take_free(in_use) else { break };
+        takes.push((Take::Free(frame), users));
+    }
+    // Strictly, a frame's old mapping goes before the new one comes.
+    while takes.len() < needed && usable == Usable::Recorded {
+        let in_use = |users: &[Ticket]| blocked.admit(device, users.to_vec(), usable);
+        let Some((frame, users)) = state.take_leaving(in_use) else { break };
         takes.push((Take::Free(frame), users));
     }
     (takes, blocked)
@@ -470,6 +476,10 @@ impl Search<'_> {
             let tail = entry.resident.range(entry.floor..).rev().copied();
             self.take_from(own, tail.filter(|page| !entry.streaming.contains(page)));
         }
+        // One that no plan has yet, and that has lost all its pages to those that a plan has: it
+        // must have frames to be learned.
+        let class = limit.class;
+        self.take_from_plans(state, |entry| entry.rank.class <= class);
         OwnVictims::Some
     }
 
@@ -479,9 +489,14 @@ impl Search<'_> {
         let entry = state.bar(own.id);
         let streaming = entry.streaming.iter().copied();
         self.take_from(own, streaming.filter(|page| *page >= entry.floor && !entry.is_kept(*page)));
+        self.take_from_plans(state, |_| true);
+    }
+
+    /// Takes pages of VBARs that have plans, what these do not keep first.
+    fn take_from_plans(&mut self, state: &State, from: impl Fn(&BarState) -> bool) {
         let others = || state.order.iter().map(|rank| state.bar(rank.bar));
         for kept in [false, true] {
-            for entry in others().filter(|entry| entry.kept.is_some()) {
+            for entry in others().filter(|entry| entry.kept.is_some() && from(entry)) {
                 let pages = entry.resident.range(entry.floor..).rev().copied();
                 self.take_from(&entry.bar, pages.filter(|page| entry.is_kept(*page) == kept));
             }

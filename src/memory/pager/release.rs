@@ -445,7 +445,11 @@ impl Pager {
     /// Frames by the table, and mappings by the words: for tests.
     #[must_use]
     pub fn is_valid(&self) -> bool {
-        self.state.lock().is_valid()
+        let contradiction = self.state.lock().contradiction();
+        if let Some(what) = &contradiction {
+            log::error!("the pager's tables contradict themselves: {what}");
+        }
+        contradiction.is_none()
     }
 }
 

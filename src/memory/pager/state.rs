@@ -58,6 +58,21 @@ impl BarState {
         let kept = self.kept.as_ref()?;
         Some(if kept.contains(&page.0) { Role::Kept } else { Role::Streamed })
     }
+
+    /// A page that is in a set and whose word says otherwise.
+    fn contradiction(&self) -> Option<String> {
+        let word = |page: &u32| self.bar.table.page(PageIndex(*page)).word();
+        let mapped = self.resident.iter().find(|page| {
+            let state = word(page).state;
+            !(state.is_mapped() || state == PageState::Claimed)
+        });
+        let hosted = self.hosted.iter().find(|page| {
+            let state = word(page).state;
+            !matches!(state, PageState::HostMapped | PageState::Claimed)
+        });
+        let page = mapped.or(hosted)?;
+        Some(format!("page {page} of VBAR {} is {:?}", self.bar.id, word(page)))
+    }
 }
 
 /// How far a VBAR has come.
@@ -320,24 +335,42 @@ impl State {
         self.frames.handle(frame)
     }
 
+    /// Takes the frame of a page that is gone but for its last users, if `admit` lets them. The
+    /// page's mapping stays behind until they have passed.
+    pub(super) fn take_leaving(
+        &mut self,
+        mut admit: impl FnMut(&[Ticket]) -> Option<Vec<Ticket>>,
+    ) -> Option<(FrameIndex, Vec<Ticket>)> {
+        let found = self.lingering.iter_mut().find_map(|entry| match entry.frame {
+            LingeringFrame::To(frame, Destination::FreeList) => {
+                let users = admit(&entry.users)?;
+                entry.frame = LingeringFrame::Moved;
+                Some((frame, users))
+            }
+            _ => None,
+        });
+        if let Some((frame, _)) = found {
+            self.frames.leave_mapping(frame);
+        }
+        found
+    }
+
     /// Checks the invariants; for tests and debug builds. Pages in the middle of a fault are in
     /// no set yet, so only what is in the sets is checked against the words.
-    pub(super) fn is_valid(&self) -> bool {
+    pub(super) fn contradiction(&self) -> Option<String> {
         let closing = self.bars.values().filter(|entry| entry.life != Life::Open).count();
-        self.frames.is_valid()
-            && self.host_frames.is_valid()
-            && self.is_poison_valid()
-            && closing == self.closing as usize
-            && self.bars.values().all(|entry| {
-                let mapped = entry.resident.iter().all(|page| {
-                    let state = entry.bar.table.page(PageIndex(*page)).word().state;
-                    state.is_mapped() || state == PageState::Claimed
-                });
-                let hosted = entry.hosted.iter().all(|page| {
-                    let state = entry.bar.table.page(PageIndex(*page)).word().state;
-                    matches!(state, PageState::HostMapped | PageState::Claimed)
-                });
-                mapped && hosted && self.order.contains(&entry.rank) != entry.resident.is_empty()
-            })
+        let tables = [
+            (self.frames.is_valid(), "the table of frames"),
+            (self.host_frames.is_valid(), "the table of host frames"),
+            (self.is_poison_valid(), "the poison"),
+            (closing == self.closing as usize, "the count of closed VBARs"),
+        ];
+        let wrong = tables.into_iter().find(|(valid, _)| !valid).map(|(_, what)| what.to_owned());
+        wrong.or_else(|| self.bars.values().find_map(BarState::contradiction)).or_else(|| {
+            let mut bars = self.bars.values();
+            let wrong =
+                bars.find(|bar| self.order.contains(&bar.rank) == bar.resident.is_empty())?;
+            Some(format!("the order of VBARs, about VBAR {}", wrong.bar.id))
+        })
     }
 }

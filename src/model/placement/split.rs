@@ -2,16 +2,25 @@
 //! passes measure.
 //!
 //! More streaming frames let the link run further ahead; fewer leave room for residents, so that
-//! there is less to stream. [`Split`] tries a change for one pass and keeps it only if the pass was
-//! the better for it. A direction that did not pay is tried again after twice as many passes, up to
-//! 64, so it settles instead of swinging.
+//! there is less to stream. [`Split`] tries a change for a few passes and keeps it only if the
+//! middle one of them was the better for it. A direction that did not pay is tried again after
+//! twice as many passes, up to 64, so it settles instead of swinging; and what small changes have
+//! made slower together goes back to the best that was measured.
 
+use super::phases::Layout;
+use super::pipeline::Flow;
 use super::{Placement, Ranking, TooFewFrames};
 
 /// Time on the link counts for one part in this many of time that the program waits.
 const LOAD_COST: u64 = 20;
+/// Pages are kept for parts of a cycle where that saves one part in this many of its cost,
+const COST_GAIN: u64 = 1000;
+/// or one part in this many of its loads.
+const LOADS_GAIN: u64 = 64;
 /// Passes between two trials in a direction that has not paid, at most.
 const PATIENCE_MAX: u32 = 64;
+/// Passes whose middle one counts.
+const PASSES: usize = 3;
 
 impl Ranking {
     /// The placement for `frames` frames whose split the model of the pipeline finds best: the
@@ -22,27 +31,65 @@ impl Ranking {
     /// # Errors
     /// One step alone needs more than `frames`.
     pub fn place_best(&self, frames: u32) -> Result<Placement<'_>, TooFewFrames> {
-        let least = self.place(frames, 1)?;
         let ample = self.place_ample(frames)?;
-        let (low, high) = (least.streaming_frames, ample.streaming_frames);
-        if high == 0 {
-            return Ok(ample);
-        }
-        let mut sizes: Vec<u32> = (0..=8).map(|part| low + (high - low) * part / 8).collect();
-        // Uneven steps may want more than the parts of two of them.
-        sizes.extend([high + high / 2, high * 2, high * 4].map(|size| size.min(frames)));
-        sizes.dedup();
         let mut best = None;
-        for size in sizes {
+        for size in self.sizes(frames)? {
             let placement = self.place(frames, size)?;
-            let flow = placement.flow();
-            let cost = (flow.cycle_ns + flow.copy_ns / LOAD_COST, placement.streaming_frames);
+            let cost = (cost(placement.flow()), placement.streaming_frames);
             if best.as_ref().is_none_or(|(least, _)| cost < *least) {
                 best = Some((cost, placement));
             }
         }
         Ok(best.map_or(ample, |(_, placement)| placement))
     }
+
+    /// Streaming frames that are worth a look; none where everything stays.
+    fn sizes(&self, frames: u32) -> Result<Vec<u32>, TooFewFrames> {
+        let low = self.place(frames, 1)?.streaming_frames;
+        let high = self.place_ample(frames)?.streaming_frames;
+        if high == 0 {
+            return Ok(Vec::new());
+        }
+        let mut sizes: Vec<u32> = (0..=8).map(|part| low + (high - low) * part / 8).collect();
+        // Uneven steps may want more than the parts of two of them.
+        sizes.extend([high + high / 2, high * 2, high * 4].map(|size| size.min(frames)));
+        sizes.dedup();
+        Ok(sizes)
+    }
+
+    /// The layout for `frames` frames that the model of the pipeline finds best: that of
+    /// [`Ranking::place_best`], unless it pays to keep pages for a part of the cycle only.
+    ///
+    /// # Errors
+    /// One step alone needs more than `frames`.
+    pub fn lay_out(&self, frames: u32) -> Result<Layout, TooFewFrames> {
+        let mut best = self.place_best(frames)?.layout();
+        let items = self.items();
+        if best.streaming_frames() == 0 || !items.iter().any(|item| self.is_part(item)) {
+            return Ok(best);
+        }
+        let flow_of = |layout: &Layout| layout.flow().map(|flow| (cost(flow), flow.loads));
+        let Some((mut least, loads)) = flow_of(&best) else { return Ok(best) };
+        // What stays throughout is never fetched twice: for less than this it is left so.
+        let (little, few) = (least / COST_GAIN, loads / LOADS_GAIN);
+        // Each takes longer than a look at what stays throughout: not all of them.
+        let sizes = self.sizes(frames)?.into_iter().step_by(2);
+        for size in std::iter::once(best.streaming_frames()).chain(sizes) {
+            let Ok(layout) = self.place_items(&items, frames, size) else { continue };
+            let Some((phases_cost, phases_loads)) = flow_of(&layout) else { continue };
+            let pays =
+                best.has_phases() || phases_cost + little < least || phases_loads + few < loads;
+            if phases_cost < least && pays {
+                (least, best) = (phases_cost, layout);
+            }
+        }
+        Ok(best)
+    }
+}
+
+/// What a cycle costs: its time, and a part of the time on the link.
+fn cost(flow: Flow) -> u64 {
+    flow.cycle_ns + flow.copy_ns / LOAD_COST
 }
 
 /// What one pass, or one cycle, came to.
@@ -64,12 +111,10 @@ enum Direction {
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Phase {
-    /// The next pass still carries the last change.
-    Settling,
     /// So many passes since the last trial.
     Steady(u32),
-    /// A change is in the pass before last; what was before it.
-    Trying { direction: Direction, before: u32, before_ns: u64, settled: bool },
+    /// A change is on trial; what was before it.
+    Trying { direction: Direction, before: u32, before_ns: u64 },
 }
 
 /// Streaming frames, adjusted by measured passes.
@@ -78,7 +123,14 @@ pub struct Split {
     frames: u32,
     least: u32,
     most: u32,
+    /// The best that was measured so far, first the model's choice: frames, and the time of a pass
+    /// with them once it is known. What is slower than that by half a hundredth goes back to it.
+    best: (u32, Option<u64>),
     phase: Phase,
+    /// The next pass still carries the last change.
+    settling: bool,
+    /// Passes with the frames in use, the newest last; no more than [`PASSES`].
+    recent: Vec<PassMeasured>,
     /// Passes to wait before the next trial, by direction.
     patience: [u32; 2],
 }
@@ -89,7 +141,9 @@ impl Split {
     pub fn new(frames: u32, least: u32, most: u32) -> Self {
         let most = most.max(least);
         let frames = frames.clamp(least, most);
-        Self { frames, least, most, phase: Phase::Settling, patience: [1; 2] }
+        let (phase, recent) = (Phase::Steady(0), Vec::new());
+        let (best, patience) = ((frames, None), [1; 2]);
+        Self { frames, least, most, best, phase, settling: true, recent, patience }
     }
 
     /// Streaming frames to be used now.
@@ -98,28 +152,57 @@ impl Split {
         self.frames
     }
 
-    /// The budget or the cycle has changed: other bounds, and all that was tried is void.
-    pub fn rebound(&mut self, least: u32, most: u32) {
-        *self = Self::new(self.frames, least, most);
+    /// Whether these frames may be others again in a few passes.
+    #[must_use]
+    pub fn is_trying(&self) -> bool {
+        matches!(self.phase, Phase::Trying { .. })
     }
 
     /// A pass has ended. Returns the streaming frames for the next.
     pub fn observe(&mut self, pass: PassMeasured) -> u32 {
+        if std::mem::take(&mut self.settling) {
+            return self.frames;
+        }
+        if self.recent.len() == PASSES {
+            self.recent.remove(0);
+        }
+        self.recent.push(pass);
         match self.phase {
-            Phase::Settling => self.phase = Phase::Steady(0),
-            Phase::Steady(passes) => self.steady(pass, passes + 1),
-            Phase::Trying { direction, before, before_ns, settled: false } => {
-                self.phase = Phase::Trying { direction, before, before_ns, settled: true };
+            Phase::Steady(passes) => {
+                self.phase = Phase::Steady(passes.saturating_add(1));
+                if self.recent.len() == PASSES {
+                    self.steady(passes.saturating_add(1));
+                }
             }
-            Phase::Trying { direction, before, before_ns, settled: true } => {
-                self.judge(pass, direction, before, before_ns);
+            Phase::Trying { direction, before, before_ns } => {
+                // Two bad ones tell: the other would be lost for nothing.
+                let bad = |pass: &PassMeasured| pass.pass_ns > before_ns + before_ns / 30;
+                let is_bad = self.recent.iter().filter(|pass| bad(pass)).count() * 2 > PASSES;
+                if self.recent.len() == PASSES || is_bad {
+                    self.judge(direction, before, before_ns);
+                }
             }
         }
         self.frames
     }
 
-    fn steady(&mut self, pass: PassMeasured, passes: u32) {
-        self.phase = Phase::Steady(passes);
+    /// The middle one of the passes with the frames in use: noise makes no middle of them.
+    fn middle(&self) -> PassMeasured {
+        let mut passes = self.recent.clone();
+        passes.sort_unstable_by_key(|pass| pass.pass_ns);
+        passes[passes.len() / 2]
+    }
+
+    fn steady(&mut self, passes: u32) {
+        let pass = self.middle();
+        match self.best {
+            (frames, _) if frames == self.frames => self.best.1 = Some(pass.pass_ns),
+            (frames, Some(best_ns)) if pass.pass_ns > best_ns + best_ns / 200 => {
+                self.patience = [PATIENCE_MAX; 2];
+                return self.change(frames, Phase::Steady(0));
+            }
+            _ => {}
+        }
         // The GPU waits, and the link has time: it could not run far enough ahead.
         let waits = pass.wait_ns > pass.pass_ns / 100;
         let link_is_idle = pass.copy_ns < pass.pass_ns / 100 * 97;
@@ -133,27 +216,36 @@ impl Split {
         });
         let Some(direction) = tried else { return };
         let (before, before_ns) = (self.frames, pass.pass_ns);
-        self.frames = match direction {
+        let frames = match direction {
             Direction::More => before.saturating_add((before / 4).max(1)).min(self.most),
             Direction::Fewer => (before - (before / 8).max(1)).max(self.least),
         };
-        self.phase = Phase::Trying { direction, before, before_ns, settled: false };
+        self.change(frames, Phase::Trying { direction, before, before_ns });
     }
 
-    fn judge(&mut self, pass: PassMeasured, direction: Direction, before: u32, before_ns: u64) {
+    fn judge(&mut self, direction: Direction, before: u32, before_ns: u64) {
+        let pass_ns = self.middle().pass_ns;
         let pays = match direction {
             // More loads must buy time; fewer are their own reward.
-            Direction::More => pass.pass_ns < before_ns - before_ns / 200,
-            Direction::Fewer => pass.pass_ns <= before_ns + before_ns / 1000,
+            Direction::More => pass_ns < before_ns - before_ns / 200,
+            Direction::Fewer => pass_ns <= before_ns + before_ns / 1000,
         };
         let patience = &mut self.patience[direction as usize];
         if pays {
             *patience = 1;
             self.phase = Phase::Steady(0);
+            // By less it may be luck, which must not make a slower choice the one to go back to.
+            if self.best.1.is_none_or(|best_ns| pass_ns < best_ns - best_ns / 100) {
+                self.best = (self.frames, Some(pass_ns));
+            }
         } else {
             *patience = (*patience * 2).min(PATIENCE_MAX);
-            self.frames = before;
-            self.phase = Phase::Settling;
+            self.change(before, Phase::Steady(0));
         }
+    }
+
+    fn change(&mut self, frames: u32, phase: Phase) {
+        (self.frames, self.phase, self.settling) = (frames, phase, true);
+        self.recent.clear();
     }
 }

@@ -18,7 +18,11 @@ const SMOOTHING: u64 = 4;
 #[derive(Clone, Debug)]
 struct Record {
     spans: Arc<[Span]>,
-    compute_ns: Option<u64>,
+    /// Smoothed; 0 before the first sample. No `Option`: the number of a `None` is never written,
+    /// and optimised code adds it up before it asks whether there is one, then drops the sum. That
+    /// is right, but a branch on memory that nobody wrote is what memory checkers report.
+    compute_ns: u64,
+    is_sampled: bool,
     /// Times that the history has it.
     held: u32,
 }
@@ -40,7 +44,8 @@ impl StepTable {
         }
         let spans: Arc<[Span]> = spans.into();
         self.span_count += spans.len();
-        let record = Record { spans: Arc::clone(&spans), compute_ns: None, held: 0 };
+        let (compute_ns, is_sampled) = (0, false);
+        let record = Record { spans: Arc::clone(&spans), compute_ns, is_sampled, held: 0 };
         let step = self.free.pop().unwrap_or_else(|| {
             self.records.push(None);
             let last = u32::try_from(self.records.len() - 1);
@@ -101,16 +106,24 @@ impl StepTable {
     }
 
     pub(super) fn compute_ns(&self, step: StepId) -> Option<u64> {
-        self.record(step)?.compute_ns
+        let told = self.record(step).map_or((0, false), |of| (of.compute_ns, of.is_sampled));
+        let (compute_ns, is_sampled) = told;
+        is_sampled.then_some(compute_ns)
     }
 
     pub(super) fn sample(&mut self, step: StepId, compute_ns: u64) {
         if let Some(record) = self.record_mut(step) {
-            record.compute_ns = Some(match record.compute_ns {
-                None => compute_ns,
-                Some(old) => old - old / SMOOTHING + compute_ns / SMOOTHING,
-            });
+            let old = record.compute_ns;
+            record.compute_ns = match record.is_sampled {
+                false => compute_ns,
+                true => old - old / SMOOTHING + compute_ns / SMOOTHING,
+            };
+            record.is_sampled = true;
         }
+    }
+
+    pub(super) fn forget_samples(&mut self) {
+        self.records.iter_mut().flatten().for_each(|record| record.is_sampled = false);
     }
 
     fn record(&self, step: StepId) -> Option<&Record> {

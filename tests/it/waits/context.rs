@@ -71,7 +71,8 @@ fn a_record_that_fails_in_passing_is_tried_again() {
         drop(resident(&world, &old, 0..1));
     }
     world.sim.fail_next_n(Verb::CtxRecordEvent, 4, DriverCode::OUT_OF_MEMORY);
-    let failed = new.fault(0..P, world.stream).map(drop).unwrap_err();
+    // Another stream: no fence on it covers what that one did.
+    let failed = new.fault(0..P, world.another_stream()).map(drop).unwrap_err();
     assert_eq!(failed.code(), ErrorCode::Driver);
     assert!(failed.to_string().contains("cuCtxRecordEvent"), "{failed}");
     assert_eq!(world.sim.calls(Verb::CtxSynchronize), 0, "no fallback for what is not missing");

@@ -60,6 +60,10 @@ impl<'a> Drawing<'a> {
             format_bytes(report.model_bytes),
             if files == 1 { "file" } else { "files" }
         ));
+        if report.tensor_count == 0 {
+            self.output.line("the model has no tensors: there is nothing to bind or to run");
+            return;
+        }
         self.sizes(report);
         self.totals(&report.pages);
         self.pages(report);

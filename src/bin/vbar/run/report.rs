@@ -6,6 +6,7 @@ use serde::Serialize;
 use vbar::ModelBar;
 use vbar::copy::engine::EngineNumbers;
 use vbar::driver::select::Opened;
+use vbar::outcome::Reason;
 use vbar::runtime::Statistics;
 use vbar::units::format_bytes;
 
@@ -292,15 +293,34 @@ impl Done<'_> {
             return None;
         }
         let what = if resident == 0 { "nothing" } else { "hardly anything" };
-        let least = self.least_budget();
-        Some(if !has_virtual_memory(&*self.opened.driver, self.opened.device) {
-            let device = self.opened.device;
-            format!("{what} fitted: device {device} has no virtual memory management")
-        } else if self.budget_bytes < least {
-            format!("{what} fitted: raise --budget (at least {})", argument_of_bytes(least))
-        } else {
-            format!("{what} fitted: the device has less free memory than the budget")
-        })
+        Some(format!("{what} fitted: {}", self.why()))
+    }
+
+    /// Why so little was resident: what most refusals were for.
+    fn why(&self) -> String {
+        let (device, least) = (self.opened.device, self.least_budget());
+        if !has_virtual_memory(&*self.opened.driver, device) {
+            return format!("device {device} has no virtual memory management");
+        }
+        let refusals = self.bar.vbar().runtime().statistics().refusals;
+        let most = refusals.into_iter().max_by_key(|(_, count)| *count);
+        match most.map(|(reason, _)| reason) {
+            Some(Reason::NoAddresses) => {
+                format!("device {device} has no addresses left for a model of this size")
+            }
+            Some(Reason::Mappings) => {
+                "the driver or the system allows no more mappings: use larger pages (--page-size), \
+                 or raise vm.max_map_count"
+                    .to_owned()
+            }
+            _ if self.budget_bytes < least => {
+                format!("raise --budget (at least {})", argument_of_bytes(least))
+            }
+            Some(Reason::TooLarge | Reason::Budget | Reason::DriverMemory) | None => {
+                "the device has less free memory than the budget".to_owned()
+            }
+            Some(reason) => format!("faults were refused for {reason}"),
+        }
     }
 
     /// Where each tensor fits, one at a time.

@@ -176,7 +176,12 @@ impl Verifier {
             Fault::Offloaded(Refusal { reason, .. }) => {
                 let bytes = argument_of_bytes(self.vbar.bytes());
                 let why = format!("its scratch of {bytes} did not fit ({reason})");
-                return Err(cannot_verify(why, "free memory of the device"));
+                let remedy = match reason {
+                    Reason::NoAddresses => "give the process more addresses",
+                    Reason::Mappings => "use larger pages (--page-size)",
+                    _ => "free memory of the device",
+                };
+                return Err(cannot_verify(why, remedy));
             }
         };
         let words = self.layout.words_bytes;

@@ -7,7 +7,7 @@ use vbar::driver::KernelCall;
 use vbar::host::locked::{self, LockedSlot};
 use vbar::memory::pins::Token;
 use vbar::units::{DeviceAddress, Stream};
-use vbar::{Fault, Result, Vbar};
+use vbar::{Error, ErrorCode, Fault, Result, Vbar};
 
 use super::world::{World, internal};
 
@@ -53,7 +53,11 @@ impl<'w> Checks<'w> {
         let token = match vbar.fault(0..bytes, streams[0])? {
             Fault::Resident(guard) | Fault::HostMapped(guard) => guard.into_token(),
             Fault::Offloaded(reason) => {
-                return Err(internal(format!("no room for the words of a thread: {reason}")));
+                let text = format!(
+                    "the device has no room for what each thread keeps pinned ({reason}): use \
+                     fewer --threads, or a larger device"
+                );
+                return Err(Error::new(ErrorCode::Unsupported, text));
             }
         };
         let (pending, state) = (Vec::new(), Words::Dirty);

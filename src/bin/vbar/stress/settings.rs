@@ -73,7 +73,12 @@ impl Worker<'_> {
         let runtime = &self.world.runtime;
         match how {
             0 => runtime.set_budget(None),
-            1 => runtime.set_headroom(drawn % 8 * page),
+            1 => {
+                // More than the device has is refused, as it should be.
+                let device = runtime.device();
+                let total = device.driver.device_total_mem(self.world.device)?;
+                runtime.set_headroom((drawn % 8 * page).min(total))
+            }
             _ => runtime.set_budget(Some((full / 2 + drawn % (full * 3 / 2)) * page)),
         }
     }

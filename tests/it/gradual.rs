@@ -1,0 +1,145 @@
+//! Large requests into free frames: copies begin before the last page is mapped, and a failure at
+//! any call leaves every page as it was.
+
+use tempfile::TempDir;
+use vbar::driver::sim::Verb;
+use vbar::driver::{Driver, DriverCode};
+use vbar::model::synth::{synthesize, tensor_seed};
+use vbar::{ErrorCode, ModelBar, Reason, Result, Vbar};
+
+use crate::world::{DEVICE, P, World, budget_options, drawn, pattern_sum};
+
+/// Pages of the model, nearly.
+const N: u64 = 24;
+const SEED: u64 = 5;
+
+struct Bench {
+    world: World,
+    bar: ModelBar,
+    _folder: TempDir,
+}
+
+/// With frames that were never made, or that are free.
+#[derive(Clone, Copy, PartialEq, Debug)]
+enum Supply {
+    Fresh,
+    Free,
+}
+
+fn bench(supply: Supply) -> Bench {
+    let folder = TempDir::new().unwrap();
+    let path = folder.path().join("model.safetensors");
+    synthesize(&path, N * P, SEED).unwrap();
+    let world = World::with(crate::world::ROOMY, budget_options(N + 8));
+    let bar = world.runtime.open_model(&path).unwrap();
+    if supply == Supply::Free {
+        let closing = world.vbar(N + 8);
+        world.touch(&closing, 0..N + 8).unwrap();
+        closing.destroy_wait().unwrap();
+    }
+    Bench { world, bar, _folder: folder }
+}
+
+impl Bench {
+    fn pages(&self) -> u64 {
+        self.bar.vbar().bytes() / P
+    }
+
+    /// All tensors by one request.
+    fn fault_all(&self) -> Result<Option<Reason>> {
+        let tensors = self.bar.model().tensors();
+        let ranges: Vec<(&Vbar, _)> = (0..tensors.len())
+            .filter(|tensor| tensors[*tensor].bytes > 0)
+            .map(|tensor| (self.bar.vbar(), self.bar.range(tensor)))
+            .collect();
+        let outcome = self.world.runtime.fault_many(&ranges, self.world.stream)?;
+        Ok(outcome.offloaded())
+    }
+
+    #[track_caller]
+    fn check_bytes(&self) {
+        let (world, stream) = (&self.world, self.world.stream);
+        let target = world.scratch();
+        let mut expected = 0u64;
+        for (index, tensor) in self.bar.model().tensors().iter().enumerate() {
+            let guard = self.bar.fault(index, stream).unwrap().resident().unwrap();
+            let (address, bytes) = (guard.address(), guard.bytes());
+            world.sum(address, bytes, target, std::time::Duration::ZERO, stream);
+            expected =
+                expected.wrapping_add(pattern_sum(tensor.bytes, tensor_seed(SEED, &tensor.name)));
+        }
+        assert_eq!(world.word(target, stream), expected);
+    }
+
+    fn books(&self) -> (String, u64, usize, u64, u64) {
+        let Self { world, bar, .. } = self;
+        (
+            drawn(bar.vbar(), u32::MAX),
+            world.sim.live_frames(DEVICE),
+            world.sim.live_mappings(),
+            world.used(),
+            world.runtime.numbers().free_bytes,
+        )
+    }
+
+    fn check_shut(self) {
+        let Self { world, bar, .. } = self;
+        world.check();
+        drop(bar);
+        world.check_shut();
+    }
+}
+
+#[test]
+fn copies_begin_before_the_last_page_is_mapped() {
+    let bench = bench(Supply::Fresh);
+    let sim = &bench.world.sim;
+    sim.fail_nth(Verb::MemMap, bench.pages(), DriverCode::INVALID_VALUE);
+    assert_eq!(bench.fault_all().unwrap_err().code(), ErrorCode::Driver);
+    assert!(sim.calls(Verb::MemcpyHtodAsync) > 0);
+    sim.heal();
+    assert_eq!(bench.fault_all().unwrap(), None);
+    bench.check_bytes();
+    bench.check_shut();
+}
+
+#[test]
+fn a_failure_at_any_call_leaves_everything_as_it_was() {
+    let verbs = [
+        Verb::MemCreate,
+        Verb::MemMap,
+        Verb::MemSetAccess,
+        Verb::MemcpyHtodAsync,
+        Verb::EventRecord,
+    ];
+    for supply in [Supply::Fresh, Supply::Free] {
+        for verb in verbs {
+            for code in [DriverCode::INVALID_VALUE, DriverCode::OUT_OF_MEMORY] {
+                let mut nth = 1;
+                loop {
+                    let bench = bench(supply);
+                    let (name, before) = (format!("{supply:?} {verb} {nth}"), bench.books());
+                    let sim = &bench.world.sim;
+                    // From there on, so that it does not pass when it is tried again.
+                    sim.fail(verb, nth - 1, 1000, code);
+                    match bench.fault_all() {
+                        Ok(Some(reason)) => assert_eq!(reason, Reason::DriverMemory, "{name}"),
+                        Ok(None) => break,
+                        Err(error) => assert_eq!(error.code(), ErrorCode::Driver, "{name}"),
+                    }
+                    sim.heal();
+                    sim.ctx_synchronize().unwrap();
+                    bench.world.runtime.refresh().unwrap();
+                    assert_eq!(bench.books(), before, "{name}");
+                    bench.world.check();
+                    assert_eq!(bench.fault_all().unwrap(), None, "{name}");
+                    bench.check_bytes();
+                    bench.check_shut();
+                    nth += 3;
+                }
+                let never = supply == Supply::Free && verb == Verb::MemCreate;
+                assert!(nth > 1 || never, "{supply:?} {verb} is never called");
+            }
+        }
+    }
+}
