@@ -60,6 +60,7 @@ from ._guard import Busy, Guard, Offloaded, Refill
 from ._library import load, status_text, version
 from ._log import deliver as deliver_messages
 from ._many import Guards, Ranges
+from ._memory import MemorySource
 from ._model import Model, Tensor
 from ._sizes import Size
 from ._streams import NO_STREAM, Stream
@@ -113,6 +114,7 @@ __all__ = [
     "HostMemory",
     "InternalError",
     "InvalidArgument",
+    "MemorySource",
     "Model",
     "NoAddresses",
     "NotFound",

@@ -4,6 +4,7 @@
 
 mod allocations;
 mod bound;
+mod bound_memory;
 mod cli;
 mod cli_bench;
 mod cli_doctor;
@@ -20,6 +21,7 @@ mod files;
 mod forked;
 mod host_mapped;
 mod host_mapped_twin;
+mod huge;
 mod limits;
 mod logs;
 mod many;

@@ -78,6 +78,7 @@ impl Stage {
             | Verb::MemFreeHost
             | Verb::MemHostRegister
             | Verb::MemHostUnregister => call_host(sim, verb),
+            Verb::PointerGetHostRange => sim.pointer_get_host_range(8).map(drop),
             Verb::MemcpyHtodAsync => {
                 // SAFETY: pageable memory, so the call waits for the copy.
                 unsafe { sim.memcpy_htod_async(address, buffer.as_ptr(), 8, self.stream) }
