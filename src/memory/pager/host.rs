@@ -56,10 +56,17 @@ impl Pager {
     /// # Errors
     /// As there.
     pub fn housekeep_host(&self) -> Result<()> {
-        self.made_filler().map_or(Ok(()), |filler| {
+        self.sweep_memory();
+        self.made_filler().map_or(Ok(()), |filler| filler.housekeep())
+    }
+
+    /// Lets go of the program's memory that VBARs which are gone were bound to, and that nobody
+    /// reads any more. Where the filler is being made there is none.
+    pub(super) fn sweep_memory(&self) {
+        let filler = self.filler.try_lock().and_then(|filler| filler.clone());
+        if let Some(filler) = filler {
             filler.sweep();
-            filler.housekeep()
-        })
+        }
     }
 
     /// Gives page-locked memory back until at most `keep_bytes` are held, or what is left is in
