@@ -324,6 +324,38 @@ fn a_closed_vbar_keeps_its_memory_until_the_last_copy_is_done() {
     assert_eq!(drops.load(Ordering::Relaxed), 1);
 }
 
+/// The page is given up, and the VBAR goes, while the first half of the page is to be copied.
+#[test]
+fn a_copy_of_a_fill_that_failed_keeps_the_memory() {
+    let options = RuntimeOptions { eviction: Eviction::Aliasing, ..budget_options(1) };
+    let world = World::with(STRICT, options);
+    let (old, vbar, drops) = (world.vbar(1), world.vbar(1), Arc::default());
+    let (target, other) = (world.scratch(), world.another_stream());
+    let owned = Owned::new(&world, P, 1, &[P / 2, P], &drops);
+    vbar.bind_sources(bound(&[(0..P, 0, 0)]), vec![owned.source()]).unwrap();
+    let guard = old.fault(0..P, world.stream).unwrap().resident().unwrap();
+    world.sim.stream_synchronize(world.stream).unwrap();
+    world.sim.hold_stream(world.stream).unwrap();
+    world.sum(guard.address(), P, target, Duration::ZERO, world.stream);
+    drop(guard);
+    let copies = world.sim.calls(Verb::MemcpyHtodAsync);
+    world.sim.fail_nth(Verb::MemcpyHtodAsync, 2, DriverCode::INVALID_VALUE);
+    assert_eq!(vbar.fault(0..P, other).unwrap_err().code(), ErrorCode::Driver);
+    assert_eq!(world.sim.calls(Verb::MemcpyHtodAsync) - copies, 2);
+    vbar.close();
+    drop(vbar);
+    world.runtime.refresh().unwrap();
+    assert_eq!(drops.load(Ordering::Relaxed), 0, "a copy is to come");
+    world.sim.release_stream(world.stream).unwrap();
+    world.sim.ctx_synchronize().unwrap();
+    // In passing: whoever makes something, or misses, lets it go.
+    drop(world.vbar(1));
+    assert_eq!(drops.load(Ordering::Relaxed), 1);
+    drop(old);
+    world.check();
+    world.check_shut();
+}
+
 #[test]
 fn whatever_call_fails_the_owner_is_dropped_once_and_the_bytes_are_right() {
     let verbs = [
