@@ -443,6 +443,20 @@ class Bars(Case):
             self.assertIsNone(alive())
             self.assertEqual(sim.violations(), 0)
 
+    def test_python_may_end_while_memory_is_bound(self):
+        for threads in (False, True):
+            check_program(self, f"""
+                import vbar
+                page = 2 << 20
+                device = vbar.Device("sim:capacity=64M", page_size=page, headroom=0,
+                                     budget=3 * page, threads={threads})
+                bar = device.create_bar(8 * page)
+                bar.bind([vbar.MemorySource(bytearray(8 * page))], [(0, 0, 8 * page)])
+                held = bar.fault(0, page)
+                for number in range(1, 25):
+                    bar.fault(number % 8 * page, page)
+            """)
+
     def test_memory_is_found_in_what_has_it(self):
         size = 4096
         content = pattern(size, 3)
