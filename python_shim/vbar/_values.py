@@ -278,3 +278,8 @@ class Statistics:
     source_disk_bytes: int
     #: Of ``source_disk_bytes``, those that went past the page cache.
     source_direct_bytes: int
+    #: Copied from page-locked memory of the program that a VBAR is bound to: the device read them
+    #: where they are. This one and the next only grow.
+    source_host_locked_bytes: int
+    #: Read from other memory of the program that a VBAR is bound to.
+    source_host_pageable_bytes: int

@@ -7,6 +7,7 @@ pub mod checksum;
 pub mod direct;
 pub mod file_system;
 pub mod locked;
+pub mod memory;
 pub mod model_files;
 pub mod mounts;
 pub mod pageable;

@@ -60,6 +60,7 @@ verbs! {
     MemFreeHost, "mem_free_host", "cuMemFreeHost";
     MemHostRegister, "mem_host_register", "cuMemHostRegister";
     MemHostUnregister, "mem_host_unregister", "cuMemHostUnregister";
+    PointerGetHostRange, "pointer_get_host_range", "cuPointerGetAttributes";
     MemcpyHtodAsync, "memcpy_htod_async", "cuMemcpyHtoDAsync";
     MemcpyDtohAsync, "memcpy_dtoh_async", "cuMemcpyDtoHAsync";
     MemsetD8Async, "memset_d8_async", "cuMemsetD8Async";
