@@ -167,12 +167,14 @@ def small_tensors(count, groups, tokens):
 
 def warm(path):
     """Reads the file, so that the page cache has it."""
-    size, part = os.path.getsize(path), 64 * MIB
+    size, part = os.path.getsize(path), 256 * MIB
 
     def read(offset):
+        buffer = bytearray(4 * MIB)
         with open(path, "rb", buffering=0) as file:
             file.seek(offset)
-            file.readinto(bytearray(part))
+            while file.tell() < offset + part and file.readinto(buffer):
+                pass
 
     with concurrent.futures.ThreadPoolExecutor(16) as pool:
         list(pool.map(read, range(0, size, part)))

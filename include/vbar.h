@@ -426,6 +426,33 @@ typedef uint32_t VbarHeldPins;
 #endif // __cplusplus
 
 /*
+ What is asked of memory that a VBAR is to be bound to.
+ */
+enum VbarHostLock
+#if defined(__cplusplus) || __STDC_VERSION__ >= 202311L
+  : uint32_t
+#endif // defined(__cplusplus) || __STDC_VERSION__ >= 202311L
+ {
+  /*
+   The driver is asked whether all of it is page-locked (`cuMemHostAlloc`,
+   `cuMemHostRegister`, torch's `pin_memory`). Then the device reads it directly, without
+   staging slots; other memory goes through these, or through the page-locked cache.
+   */
+  VBAR_HOST_LOCK_EITHER = 0,
+  /*
+   It must be page-locked, all of it; else it is not bound.
+   */
+  VBAR_HOST_LOCK_REQUIRED = 1,
+};
+#ifndef __cplusplus
+#if __STDC_VERSION__ >= 202311L
+typedef enum VbarHostLock VbarHostLock;
+#else
+typedef uint32_t VbarHostLock;
+#endif // __STDC_VERSION__ >= 202311L
+#endif // __cplusplus
+
+/*
  What a range of a bound VBAR comes to that needs more device frames than it can have.
  */
 enum VbarHostMapped
@@ -1051,21 +1078,50 @@ typedef struct VbarBarInfo {
 } VbarBarInfo;
 
 /*
- A file that VBARs are filled from.
+ Called when memory that a VBAR was bound to is not read any more, with the context given with
+ it: by any thread, of the program in a call or of the library. It may call the CUDA driver, and
+ no function of this library.
+ */
+typedef void (*VbarRelease)(void *context);
+
+/*
+ A file, or host memory of the program's, that VBARs are filled from.
  */
 typedef struct VbarBindSource {
   /*
-   Its path; NULL where `descriptor` says which file.
+   Path of a file; NULL where something else says what it is.
    */
   const char *path;
   /*
-   An open descriptor, of which the library keeps a duplicate; used where `path` is NULL.
+   An open descriptor, of which the library keeps a duplicate; used where `path` and `memory`
+   are NULL and `memory_bytes` is 0.
    */
   int32_t descriptor;
   /*
-   0.
+   Of memory, a `VbarHostLock`; else 0.
    */
-  uint32_t reserved;
+  uint32_t host_lock;
+  /*
+   Host memory, used where `path` is NULL. From the call on, and until `release` is called, it
+   stays mapped, nobody writes it, and what is page-locked of it stays so, in the same ranges.
+   Without a `release` that is until `vbar_bar_destroy_wait`, or the close of the device, has
+   returned `VBAR_STATUS_OK`: a VBAR that was destroyed may still be copied to.
+   */
+  const void *memory;
+  /*
+   Length of that memory in bytes.
+   */
+  uint64_t memory_bytes;
+  /*
+   Called exactly once, when the memory is not read any more: after the VBAR was destroyed and
+   its last copy is done, or before a binding that fails returns. Not called where that end is
+   never seen: the device is lost, or the process ends. NULL where nobody is to be called.
+   */
+  VbarRelease release;
+  /*
+   Given to `release`.
+   */
+  void *context;
 } VbarBindSource;
 
 /*
@@ -1504,6 +1560,15 @@ typedef struct VbarStatistics {
    */
   uint64_t source_direct_bytes;
   /*
+   Copied from page-locked memory of the program that a VBAR is bound to: the device read them
+   where they are. This one and the next only grow.
+   */
+  uint64_t source_host_locked_bytes;
+  /*
+   Read from other memory of the program that a VBAR is bound to.
+   */
+  uint64_t source_host_pageable_bytes;
+  /*
    Of `locked_bytes`, pages of files that are registered: they would be in memory without, but
    could be dropped.
    */
@@ -1658,6 +1723,14 @@ VbarStatus vbar_device_free_memory(struct VbarDevice device,
 VbarStatus vbar_stream_retire(struct VbarDevice device, VbarStream stream);
 
 /*
+ Raises a flag: a `release` for programs that look rather than be called, with a `context` that
+ points to a `uint32_t`. It is set to 1, visible after all reads of the memory; NULL is left
+ alone. Thread-safe.
+ `flag` is NULL or points to an aligned `uint32_t` that may be written to.
+ */
+void vbar_flag_raise(void *flag);
+
+/*
  Makes a VBAR of `bytes`, rounded up to whole pages: addresses that cost nothing. Where the
  driver has none for it, every fault is offloaded. Statuses: the common ones, the driver's;
  `INVALID_ARGUMENT` for no bytes, or more than 2^31 pages. Thread-safe.
@@ -1687,14 +1760,15 @@ VbarStatus vbar_bar_destroy_wait(struct VbarBar bar);
 VbarStatus vbar_bar_info(struct VbarBar bar, struct VbarBarInfo *info);
 
 /*
- Binds a VBAR that was never used to files: from now on a fault fills what it maps. Once for a
- VBAR, in any order of segments, none overlapping; what no segment covers has no bytes of its
- own. Works for any format whose tensors are stored as they are in memory. Statuses: the common
- ones, the driver's, `CLOSED`, `IO`, `FORMAT` for what is no regular file, `HOST_MEMORY` for the
- staging slots; `INVALID_ARGUMENT` for a VBAR that was used, and segments that overlap or leave
- the VBAR or their file. Thread-safe.
+ Binds a VBAR that was never used to files and host memory: from now on a fault fills what it
+ maps. Once for a VBAR, in any order of segments, none overlapping; what no segment covers has no
+ bytes of its own. Works for any format whose tensors are stored as they are in memory. Statuses:
+ the common ones, the driver's, `CLOSED`, `IO`, `FORMAT` for what is no regular file,
+ `HOST_MEMORY` for the staging slots; `INVALID_ARGUMENT` for a VBAR that was used, segments that
+ overlap or leave the VBAR or their source, and memory that is not page-locked where it must be.
+ Thread-safe.
  Both arrays have as many elements as is said, their paths are C strings, and nobody writes them
- during the call.
+ during the call. Memory of sources stays as it is for as long as `VbarBindSource` says.
  */
 VbarStatus vbar_bar_bind(struct VbarBar bar,
                          const struct VbarBindSource *sources,

@@ -58,7 +58,8 @@ public:
         }
         return info;
     }
-    // Binds a VBAR that was never used to files: from now on a fault fills what it maps.
+    // Binds a VBAR that was never used to files and memory (`file_at`, `file_of`, `memory_at`,
+    // `memory_of`): from now on a fault fills what it maps.
     // Errors: invalid_argument, io, format.
     Result<void> try_bind(Span<const VbarBindSource> sources,
                           Span<const VbarBindSegment> segments) const {

@@ -1,4 +1,5 @@
-// vbar for C++17: callables that the library calls, for its messages and while it waits.
+// vbar for C++17: callables that the library calls, for its messages, while it waits, and when it is
+// done with memory that a VBAR was bound to.
 //
 // Owns the one place that a process has for messages, and the one that a thread has for a check of
 // its waits: each is given back when its object ends. vbar.hpp includes this file.
@@ -159,6 +160,38 @@ private:
 
     detail::Callable stop_;
 };
+
+// Host memory, which must stay as it is until `release` is called with `context`: exactly once,
+// when no copy reads it any more, or before a binding that fails returns. Without a `release` that
+// is until `Bar::destroy_wait` or the device's `close` has succeeded.
+[[nodiscard]] inline VbarBindSource memory_at(const void *memory, std::uint64_t bytes,
+                                              HostLock lock = HostLock::either,
+                                              VbarRelease release = nullptr,
+                                              void *context = nullptr) noexcept {
+    VbarBindSource source{};
+    source.descriptor = -1;
+    source.host_lock = static_cast<std::uint32_t>(lock);
+    source.memory = memory;
+    source.memory_bytes = bytes;
+    source.release = release;
+    source.context = context;
+    return source;
+}
+// The same, for programs that look rather than be called: `*released`, 0 before, is 1 then. Read it
+// as an atomic number, with acquire order.
+[[nodiscard]] inline VbarBindSource memory_at(const void *memory, std::uint64_t bytes,
+                                              std::uint32_t *released,
+                                              HostLock lock = HostLock::either) noexcept {
+    return memory_at(memory, bytes, lock, vbar_flag_raise, released);
+}
+// Host memory that a shared owner keeps: the library's share goes when no copy reads it any more.
+// What this returns is bound once, or the share stays. Takes memory for the share itself.
+template <typename T>
+[[nodiscard]] VbarBindSource memory_of(std::shared_ptr<T> owner, const void *memory,
+                                       std::uint64_t bytes, HostLock lock = HostLock::either) {
+    const VbarRelease release = [](void *share) { delete static_cast<std::shared_ptr<T> *>(share); };
+    return memory_at(memory, bytes, lock, release, new std::shared_ptr<T>(std::move(owner)));
+}
 
 } // namespace VBAR_FAILURES
 } // namespace vbar

@@ -145,6 +145,12 @@ enum class BudgetSource : std::uint32_t {
     shrunk = VBAR_BUDGET_SOURCE_SHRUNK,
 };
 
+// Whether host memory that a VBAR is bound to must be page-locked.
+enum class HostLock : std::uint32_t {
+    either = VBAR_HOST_LOCK_EITHER,
+    required = VBAR_HOST_LOCK_REQUIRED,
+};
+
 enum class WaitKind : std::uint32_t {
     claim = VBAR_WAIT_KIND_CLAIM,
     staging = VBAR_WAIT_KIND_STAGING,
@@ -506,13 +512,19 @@ struct Page {
     std::uint32_t pin_count;
 };
 
-// What a VBAR is filled from, and which bytes go where: see `BarView::try_bind`.
+// What a VBAR is filled from, and which bytes go where: see `BarView::try_bind`; memory is in
+// vbar_callbacks.hpp.
 [[nodiscard]] inline VbarBindSource file_at(const char *path) noexcept {
-    return VbarBindSource{path, -1, 0};
+    VbarBindSource source{};
+    source.path = path;
+    source.descriptor = -1;
+    return source;
 }
 // An open descriptor, of which the library keeps a duplicate.
 [[nodiscard]] inline VbarBindSource file_of(int descriptor) noexcept {
-    return VbarBindSource{nullptr, descriptor, 0};
+    VbarBindSource source{};
+    source.descriptor = descriptor;
+    return source;
 }
 // `bytes` from `source_offset` of the source with that index, at `bar_offset` of the VBAR.
 [[nodiscard]] inline VbarBindSegment segment(std::uint64_t bar_offset, std::uint64_t source_offset,

@@ -77,6 +77,10 @@ pub struct Sources {
     pub disk: AtomicU64,
     /// Those of the disk that went past the page cache.
     pub direct: AtomicU64,
+    /// Page-locked memory of the program's own.
+    pub host_locked: AtomicU64,
+    /// Other memory of the program's own.
+    pub host_pageable: AtomicU64,
 }
 
 /// A reading of [`Sources`], in bytes.
@@ -92,6 +96,11 @@ pub struct SourceBytes {
     pub disk_bytes: u64,
     /// Of `disk_bytes`, those that went past the page cache.
     pub direct_bytes: u64,
+    /// Copied from page-locked memory of the program that a VBAR is bound to: the device read them
+    /// where they are.
+    pub host_locked_bytes: u64,
+    /// Read from other memory of the program that a VBAR is bound to.
+    pub host_pageable_bytes: u64,
 }
 
 impl SourceBytes {
@@ -104,6 +113,8 @@ impl SourceBytes {
             page_cache_bytes: self.page_cache_bytes - before.page_cache_bytes,
             disk_bytes: self.disk_bytes - before.disk_bytes,
             direct_bytes: self.direct_bytes - before.direct_bytes,
+            host_locked_bytes: self.host_locked_bytes - before.host_locked_bytes,
+            host_pageable_bytes: self.host_pageable_bytes - before.host_pageable_bytes,
         }
     }
 }
@@ -119,6 +130,8 @@ impl Sources {
             page_cache_bytes: load(&self.page_cache),
             disk_bytes: load(&self.disk),
             direct_bytes: load(&self.direct),
+            host_locked_bytes: load(&self.host_locked),
+            host_pageable_bytes: load(&self.host_pageable),
         }
     }
 }

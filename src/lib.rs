@@ -38,9 +38,10 @@
 //! 3. the staging ring's order of slots.
 //!
 //! Locks that guard one lookup (the registry of runtimes, tokens, the filler's place, the thread)
-//! are taken alone; a trace's, under any other, for as long as it takes to append a record. The hit
-//! path takes none. A wait asks the waiting thread's check
-//! ([`set_wait_check`]), which is the program's code: nobody who waits holds a lock.
+//! are taken alone; that of the leases of the program's memory, under no other, has the second
+//! under it; a trace's, under any other, is held for as long as it takes to append a record. The
+//! hit path takes none. A wait asks the waiting thread's check ([`set_wait_check`]), which is the
+//! program's code: nobody who waits holds a lock.
 //!
 //! # Threads
 //!

@@ -98,6 +98,7 @@ signatures! {
     cuMemFreeHost = cuMemFreeHost(_);
     cuMemHostRegister = cuMemHostRegister_v2(_, _, _);
     cuMemHostUnregister = cuMemHostUnregister(_);
+    cuPointerGetAttributes = cuPointerGetAttributes(_, _, _, _);
     cuMemcpyHtoDAsync = cuMemcpyHtoDAsync_v2(_, _, _, _);
     cuMemcpyDtoHAsync = cuMemcpyDtoHAsync_v2(_, _, _, _);
     cuMemsetD8Async = cuMemsetD8Async(_, _, _, _);
@@ -153,7 +154,7 @@ newer_signatures! {
 #[test]
 fn every_function_of_the_table_is_compared() {
     // A function added to the table belongs in one of the two lists above.
-    assert_eq!((Api::REQUIRED.len(), Api::OPTIONAL.len()), (46, 8));
+    assert_eq!((Api::REQUIRED.len(), Api::OPTIONAL.len()), (47, 8));
 }
 
 macro_rules! check_layout {
@@ -235,6 +236,10 @@ fn constants_have_the_numbers_of_the_header() {
             CU_DEVICE_ATTRIBUTE_MAX_THREADS_PER_MULTIPROCESSOR,
             CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR,
             CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR;
+        CUmemorytype_enum: CU_MEMORYTYPE_HOST;
+        CUpointer_attribute_enum: CU_POINTER_ATTRIBUTE_MEMORY_TYPE,
+            CU_POINTER_ATTRIBUTE_IS_MANAGED, CU_POINTER_ATTRIBUTE_RANGE_START_ADDR,
+            CU_POINTER_ATTRIBUTE_RANGE_SIZE;
     }
     assert_eq!(sys::CU_MEMHOSTALLOC_PORTABLE, header::CU_MEMHOSTALLOC_PORTABLE);
     assert_eq!(sys::CU_MEMHOSTREGISTER_PORTABLE, header::CU_MEMHOSTREGISTER_PORTABLE);

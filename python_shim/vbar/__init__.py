@@ -61,6 +61,7 @@ from ._guard import Busy, Guard, Offloaded, Refill
 from ._library import load, status_text, version
 from ._log import deliver as deliver_messages
 from ._many import Guards, Ranges
+from ._memory import MemorySource
 from ._model import Model, Tensor
 from ._sizes import Size
 from ._streams import NO_STREAM, Stream
@@ -114,6 +115,7 @@ __all__ = [
     "HostMemory",
     "InternalError",
     "InvalidArgument",
+    "MemorySource",
     "Model",
     "NoAddresses",
     "NotFound",

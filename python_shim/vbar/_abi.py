@@ -46,6 +46,9 @@ POISON_ON = 1
 HOST_MAPPED_OFF = 0
 HOST_MAPPED_ON = 1
 
+HOST_LOCK_EITHER = 0
+HOST_LOCK_REQUIRED = 1
+
 HELD_PINS_KEEP = 0
 HELD_PINS_RELEASE = 1
 
@@ -126,7 +129,11 @@ class BindSource(ctypes.Structure):
     _fields_ = [
         ("path", c_char_p),
         ("descriptor", c_int32),
-        ("reserved", c_uint32),
+        ("host_lock", c_uint32),
+        ("memory", c_void_p),
+        ("memory_bytes", c_uint64),
+        ("release", c_void_p),
+        ("context", c_void_p),
     ]
 
 
@@ -257,6 +264,8 @@ class Statistics(ctypes.Structure):
         ("source_page_cache_bytes", c_uint64),
         ("source_disk_bytes", c_uint64),
         ("source_direct_bytes", c_uint64),
+        ("source_host_locked_bytes", c_uint64),
+        ("source_host_pageable_bytes", c_uint64),
         ("locked_registered_bytes", c_uint64),
     ]
 
@@ -301,6 +310,7 @@ FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "vbar_bar_destroy": (Status, [Bar]),
     "vbar_bar_destroy_wait": (Status, [Bar]),
     "vbar_bar_info": (Status, [Bar, POINTER(BarInfo)]),
+    "vbar_flag_raise": (None, [c_void_p]),
     "vbar_bar_bind": (
         Status,
         [Bar, POINTER(BindSource), c_size_t, POINTER(BindSegment), c_size_t],

@@ -7,20 +7,21 @@ import functools
 import os
 from typing import Any, Iterable, Sequence, Union
 
-from . import _abi
+from . import _abi, _memory
 from ._call import call
 from ._closeable import Closeable
 from ._device import Device, asked_bytes, c_path, freed_of
 from ._errors import InvalidArgument
 from ._guard import Busy, Guard, Offloaded, Pins, Refill, fault_of
+from ._memory import MemorySource
 from ._owner import Owned
 from ._sizes import Size, parse_size, unsigned
 from ._streams import Stream, handle_of
 from ._unshared import Unshared
 from ._values import BarInfo, Freed, Page, PageState, Reason, Segment
 
-#: A path, a descriptor, or something that has one.
-BindSource = Union[str, bytes, "os.PathLike[Any]", int, Any]
+#: A path, a descriptor, or something that has one; or memory of the program's own.
+BindSource = Union[str, bytes, "os.PathLike[Any]", int, MemorySource, Any]
 
 _U32_MAX = (1 << 32) - 1
 
@@ -92,35 +93,39 @@ class Bar(Closeable):
             owned.close()
 
     def bind(self, sources: Sequence[BindSource], segments: Iterable[Segment]) -> None:
-        """Bind a VBAR that was never used to files: from now on a fault fills what it maps.
+        """Bind a VBAR that was never used to files and memory: from now on a fault fills what it
+        maps.
 
-        Works for any format whose tensors are stored as they are in memory.
+        Works for any format whose tensors are stored as they are in memory. Memory is kept until
+        the VBAR was closed and its last copy is done.
 
         Args:
-            sources: the files, by path or descriptor.
-            segments: which bytes of which file belong where; none overlap.
+            sources: files, by path or descriptor; memory, as a :class:`vbar.MemorySource`.
+            segments: which bytes of which source belong where; none overlap.
 
         Raises:
             FileError: a file cannot be opened.
-            InvalidArgument: the segments are not within the VBAR, overlap, or it was used.
+            InvalidArgument: the segments are not within the VBAR or their source, overlap, or it
+                was used; memory is not page-locked that must be.
         """
-        files = (_abi.BindSource * len(sources))()
-        for told, source in zip(files, sources):
-            if isinstance(source, (str, bytes, os.PathLike)):
-                told.path = c_path(source)
-            else:
-                told.descriptor = descriptor_of(source)
-        pieces = [
-            _abi.BindSegment(
-                bar_offset=unsigned(segment[0], "bar_offset"),
-                source_offset=unsigned(segment[1], "source_offset"),
-                bytes=unsigned(segment[2], "nbytes"),
-                source=unsigned(segment[3], "source", _U32_MAX) if len(segment) > 3 else 0,
-            )
-            for segment in segments
-        ]
-        array = (_abi.BindSegment * len(pieces))(*pieces)
-        call(self._lib.vbar_bar_bind, self._id, files, len(files), array, len(pieces))
+        told = (_abi.BindSource * len(sources))()
+        given: list[_memory.Kept] = []
+        called = False
+        try:
+            for place, source in zip(told, sources):
+                if isinstance(source, MemorySource):
+                    given.append(_memory.give(self._lib, place, source))
+                elif isinstance(source, (str, bytes, os.PathLike)):
+                    place.path = c_path(source)
+                else:
+                    place.descriptor = descriptor_of(source)
+            pieces = [_segment_of(segment) for segment in segments]
+            array = (_abi.BindSegment * len(pieces))(*pieces)
+            called = True
+            call(self._lib.vbar_bar_bind, self._id, told, len(told), array, len(pieces))
+        finally:
+            if not called:
+                _memory.take_back(given)
         self._bound = True
 
     def fault(self, bar_offset: int, nbytes: int, stream: Stream = None) -> Guard | Offloaded:
@@ -344,6 +349,15 @@ class Allocation(Unshared):
         during a fill it does nothing.
         """
         call(self._lib.vbar_allocation_invalidate, self._id)
+
+
+def _segment_of(segment: Segment) -> _abi.BindSegment:
+    return _abi.BindSegment(
+        bar_offset=unsigned(segment[0], "bar_offset"),
+        source_offset=unsigned(segment[1], "source_offset"),
+        bytes=unsigned(segment[2], "nbytes"),
+        source=unsigned(segment[3], "source", _U32_MAX) if len(segment) > 3 else 0,
+    )
 
 
 def descriptor_of(source: Any) -> int:

@@ -78,6 +78,9 @@ def _handlers() -> Iterator[int]:
     try:
         while True:
             yield 0
+    except GeneratorExit:
+        # Not a handler's: this check was replaced, whenever the garbage is collected.
+        raise
     except BaseException as error:
         stash.append(error)
 

@@ -11,7 +11,7 @@ import ctypes
 import logging
 import time
 
-from . import _library
+from . import _library, _memory
 
 logger = logging.getLogger("vbar")
 # What every library does: without a configuration of the program its messages go nowhere.
@@ -39,9 +39,12 @@ def deliver_if_due() -> None:
 
 
 def deliver() -> None:
-    """Hands the messages that the library has to the logger ``"vbar"``. Thread-safe."""
+    """Hands the messages that the library has to the logger ``"vbar"``, and lets go of memory that
+    it does not read any more. Thread-safe.
+    """
     global _due
     _due = time.monotonic() + _SECONDS_BETWEEN
+    _memory.let_go()
     library = _library.load()
     _follow_level(library)
     text = ctypes.create_string_buffer(_ROOM)

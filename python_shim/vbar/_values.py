@@ -278,6 +278,11 @@ class Statistics:
     source_disk_bytes: int
     #: Of ``source_disk_bytes``, those that went past the page cache.
     source_direct_bytes: int
+    #: Copied from page-locked memory of the program that a VBAR is bound to: the device read them
+    #: where they are. This one and the next only grow.
+    source_host_locked_bytes: int
+    #: Read from other memory of the program that a VBAR is bound to.
+    source_host_pageable_bytes: int
     #: Of ``locked_bytes``, pages of files that are registered: they would be in memory without, but
     #: could be dropped.
     locked_registered_bytes: int

@@ -4,6 +4,7 @@ mod cache;
 pub mod engine;
 pub mod fill;
 mod gpu_clock;
+mod host_copies;
 pub mod pipeline;
 pub mod readers;
 mod registered;

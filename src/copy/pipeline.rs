@@ -16,7 +16,9 @@ use crate::copy::fill::{FillJob, Filler, Keep, register};
 use crate::copy::gpu_clock::CopyTold;
 use crate::copy::readers::Readers;
 use crate::copy::registered::Copied;
-use crate::copy::span::{After, PieceRead, Source, Span, SpanRead, count, pieces};
+use crate::copy::span::{
+    After, FileSource, Origin, PieceRead, Span, SpanRead, Way, direct_copies, pieces,
+};
 use crate::copy::staging::StagingSlot;
 use crate::counters;
 use crate::driver::{DriverCode, DriverError, DriverResult};
@@ -58,7 +60,9 @@ enum Begun {
     Cached(WindowLease),
     /// On their way there.
     Reading { place: Place, read: Arc<SpanRead>, pad: usize },
-    /// In their file: they go through ordinary memory.
+    /// In page-locked memory of the program's own.
+    Direct,
+    /// Where they come from: they go through ordinary memory.
     Pageable,
     /// It could not be found out.
     Failed(Error),
@@ -196,20 +200,25 @@ impl<'a> Pipeline<'a> {
         if span.segments.is_empty() {
             return Ok(Some(Begun::Nothing));
         }
+        if span.way == Way::Direct {
+            return Ok(Some(Begun::Direct));
+        }
         let (filler, job) = (self.filler, &self.jobs[span.job]);
-        let key = filler.key(job.bar, span.bytes.start);
-        if let Some(window) = self.find_registered(span, key) {
-            return Ok(Some(Begun::Registered(window)));
-        }
-        if let Some(window) = filler.cache.find(key) {
-            return Ok(Some(Begun::Cached(window)));
-        }
-        if job.keep == Keep::Locked
-            && self.readers.is_some()
-            && !self.is_left_in_page_cache(span)
-            && let Some(window) = filler.cache.window_for(key)
-        {
-            return Ok(Some(self.read(span, &job.bound, Place::Window(window))));
+        if span.way == Way::Read {
+            let key = filler.key(job.bar, span.bytes.start);
+            if let Some(window) = self.find_registered(span, key) {
+                return Ok(Some(Begun::Registered(window)));
+            }
+            if let Some(window) = filler.cache.find(key) {
+                return Ok(Some(Begun::Cached(window)));
+            }
+            if job.keep == Keep::Locked
+                && self.readers.is_some()
+                && !self.is_left_in_page_cache(span)
+                && let Some(window) = filler.cache.window_for(key)
+            {
+                return self.read(span, &job.bound, Place::Window(window)).map(Some);
+            }
         }
         if filler.staging.slot_count() == 0 {
             // There may be room for one again.
@@ -227,7 +236,7 @@ impl<'a> Pipeline<'a> {
             },
             (Some(slot), _) => slot,
         };
-        Ok(Some(self.read(span, &job.bound, Place::Slot(slot))))
+        self.read(span, &job.bound, Place::Slot(slot)).map(Some)
     }
 
     /// The window of a span whose pages are registered. Without threads nobody would look after
@@ -235,7 +244,7 @@ impl<'a> Pipeline<'a> {
     fn find_registered(&self, span: &Span, key: Key) -> Option<Arc<FileWindow>> {
         self.readers.as_ref()?;
         let source = span.source()?;
-        let file = self.jobs[span.job].bound.file(source.file);
+        let file = self.jobs[span.job].bound.source(source.file).file()?;
         self.filler.registered.find(key, file, &source.bytes)
     }
 
@@ -243,16 +252,17 @@ impl<'a> Pipeline<'a> {
     fn is_left_in_page_cache(&self, span: &Span) -> bool {
         let (filler, bound) = (self.filler, &self.jobs[span.job].bound);
         let Some(source) = span.source() else { return false };
-        let fits = || filler.fits(bound);
-        filler.registered.claims(bound.file(source.file), filler.prefer(bound), fits)
+        let Some(file) = bound.source(source.file).file() else { return false };
+        filler.registered.claims(file, filler.prefer(bound), || filler.fits(bound))
     }
 
     /// Has a span read to its place.
-    fn read(&self, span: &Span, bound: &Arc<Bound>, mut place: Place) -> Begun {
+    fn read(&self, span: &Span, bound: &Arc<Bound>, mut place: Place) -> Result<Begun> {
         let device = &self.filler.device;
         let reading = self.filler.reading(bound);
-        let first = bound.file(span.segments[0].file);
-        let direct = reading.may_be_direct().then(|| first.direct()).flatten();
+        let first = span.segments.iter().find_map(|it| bound.source(it.file).file());
+        let first = first.filter(|_| reading.may_be_direct());
+        let direct = first.and_then(|file| file.direct());
         let pad = direct.map_or(0, |direct| span.pad(direct.alignment()));
         let after = match &mut place {
             Place::Slot(_) => None,
@@ -262,19 +272,22 @@ impl<'a> Pipeline<'a> {
             }
         };
         let pieces = pieces(span, pad);
+        let origins = pieces.iter().map(|piece| Origin::of(bound.source(piece.file)));
+        let origins = origins.collect::<Result<Vec<_>>>()?;
         let parts = place.memory().lend(pieces.iter().map(|piece| piece.place.clone()));
         let read = SpanRead::new(pieces.len(), after);
-        let tasks = pieces.into_iter().zip(parts).enumerate().map(|(index, (piece, part))| {
-            let (device, file) = (Arc::clone(device), Arc::clone(bound.file(piece.file)));
-            let (span, source, memory) = (Arc::clone(&read), piece.source, Some(part));
-            let piece = PieceRead { device, span, index, file, source, reading, memory };
+        let each = pieces.into_iter().zip(parts).zip(origins).enumerate();
+        let tasks = each.map(|(index, ((piece, part), origin))| {
+            let (device, span) = (Arc::clone(device), Arc::clone(&read));
+            let (source, memory) = (piece.source, Some(part));
+            let piece = PieceRead { device, span, index, origin, source, reading, memory };
             Box::new(move || piece.run()) as Box<dyn FnOnce() + Send>
         });
         match &self.readers {
             Some(readers) => readers.submit(tasks),
             None => tasks.for_each(|task| task()),
         }
-        Begun::Reading { place, read, pad }
+        Ok(Begun::Reading { place, read, pad })
     }
 
     /// What follows the reading of a window: it is locked, and its bytes are in memory once only
@@ -295,7 +308,9 @@ impl<'a> Pipeline<'a> {
             if !is_locked {
                 register(&device, || registrar.register())?;
             }
-            extents.iter().for_each(|(file, range)| bound.file(*file).drop_cached(range));
+            for (source, range) in &extents {
+                bound.source(*source).file().iter().for_each(|file| file.drop_cached(range));
+            }
             Ok(())
         })
     }
@@ -305,6 +320,7 @@ impl<'a> Pipeline<'a> {
         match begun {
             Begun::Nothing => Ok(Ticket::NONE),
             Begun::Failed(error) => Err(error),
+            Begun::Direct => self.copy_direct(span, bound),
             Begun::Pageable => self.copy_pageable(span, bound),
             Begun::Registered(window) => self.copy_registered(span, bound, &window),
             Begun::Cached(window) => self.copy_cached(span, bound, window),
@@ -425,10 +441,13 @@ impl<'a> Pipeline<'a> {
     /// A span that is streamed again and again went through the ring.
     fn note_read(&self, span: &Span, bound: &Bound, read: &SpanRead) {
         let (filler, job) = (self.filler, &self.jobs[span.job]);
-        let Some(Source { file, bytes, .. }) = span.source() else { return };
+        let Some(FileSource { file, bytes, .. }) = span.source() else { return };
+        let Some(file) = bound.source(file).file().filter(|_| span.way == Way::Read) else {
+            return;
+        };
         if job.keep == Keep::Locked && self.readers.is_some() {
             let (key, prefer) = (filler.key(job.bar, span.bytes.start), filler.prefer(bound));
-            let source = (bound.file(file), bytes);
+            let source = (file, bytes);
             filler.registered.note_read(key, source, prefer, read.disk_bytes());
         }
     }
@@ -453,11 +472,58 @@ impl<'a> Pipeline<'a> {
             return (Ticket::NONE, Err(filler.device.note(error.into())));
         }
         filler.clock.end(&filler.device, filler.stream, start, self.told(span));
-        match filler.fence() {
-            Ok(ticket) => {
-                counters::add(&filler.device.counters.bytes_filled, length as u64);
-                (ticket, Ok(ticket))
+        let (free_at, fenced) = self.fence_copies();
+        if fenced.is_ok() {
+            counters::add(&filler.device.counters.bytes_filled, length as u64);
+        }
+        (free_at, fenced)
+    }
+
+    /// Enqueues the copies of a span from where the program has it.
+    fn copy_direct(&self, span: &Span, bound: &Bound) -> Result<Ticket> {
+        let (filler, device) = (self.filler, &self.filler.device);
+        let (driver, job) = (&*device.driver, &self.jobs[span.job]);
+        let base = job.base.offset(span.bytes.start);
+        let copies = direct_copies(span, bound).into_iter().map(|(memory, copy)| {
+            let range = copy.source..copy.source + copy.place.len() as u64;
+            Ok((memory, memory.lease()?, range, base.offset(copy.place.start as u64)))
+        });
+        let copies = copies.collect::<Result<Vec<_>>>()?;
+        let (traced, mut enqueued_bytes) = (self.trace_copy(span), 0);
+        let start = filler.clock.begin(device, filler.stream);
+        let enqueued = copies.iter().try_for_each(|(_, lease, range, target)| {
+            let copy = || lease.copy_to_device(driver, range.clone(), *target, filler.stream);
+            device.retry(copy)?;
+            enqueued_bytes += range.end - range.start;
+            Ok::<_, DriverError>(())
+        });
+        if enqueued.is_ok() {
+            filler.clock.end(device, filler.stream, start, self.told(span));
+        }
+        drop(traced);
+        // Where one was refused those before it read the memory all the same.
+        let (free_at, fenced) = match enqueued_bytes {
+            0 => (Ticket::NONE, Ok(Ticket::NONE)),
+            _ => self.fence_copies(),
+        };
+        if !free_at.is_none() {
+            for (memory, lease, ..) in copies {
+                filler.host_copies.note(job.bar, memory, lease, free_at);
             }
+        }
+        enqueued.map_err(|error| device.note(error.into()))?;
+        let ticket = fenced?;
+        counters::add(&device.counters.bytes_filled, enqueued_bytes);
+        counters::add(&device.counters.sources.host_locked, enqueued_bytes);
+        Ok(ticket)
+    }
+
+    /// Records a fence behind copies that were enqueued. Returns when their memory is free again,
+    /// too.
+    fn fence_copies(&self) -> (Ticket, Result<Ticket>) {
+        let filler = self.filler;
+        match filler.fence() {
+            Ok(ticket) => (ticket, Ok(ticket)),
             // The copy is enqueued and no fence covers it: only the stream's end tells when the
             // memory is free again, or else a wait for the context.
             Err(error) if filler.wait().is_ok() => (Ticket::NONE, Err(error)),
@@ -483,12 +549,12 @@ impl<'a> Pipeline<'a> {
         let base = self.jobs[span.job].base.offset(span.bytes.start);
         let mut memory = PageableMemory::new(&device.driver, PAGEABLE_BYTES.min(span.len()));
         for piece in pieces(span, 0) {
+            let origin = Origin::of(bound.source(piece.file))?;
             let (mut source, mut place) = (piece.source, piece.place);
             while !place.is_empty() {
                 let length = place.len().min(memory.bytes_mut().len());
                 let target = &mut memory.bytes_mut()[..length];
-                let bytes = bound.file(piece.file).read_by(reading, source, target)?;
-                count(&device.counters.sources, bytes);
+                origin.read(reading, source, target, &device.counters.sources)?;
                 let target = base.offset(place.start as u64);
                 let copy = || match memory.is_given_up() {
                     false => memory.copy_to_device(0..length, target, filler.stream),

@@ -1,5 +1,8 @@
 //! A span, the bytes of one fill that fit into one slot, and its reading by several threads.
 //!
+//! What the program has in page-locked memory is read by nobody: spans of it are [`Way::Direct`],
+//! and lie between spans that are read.
+//!
 //! [`pieces`] cuts a span into reads of at most 1 MiB; a [`SpanRead`] counts them to the end and
 //! keeps the first failure. Whoever gives a read up leaves the slot with it, which comes free with
 //! the last piece: nobody waits for a disk that does not answer.
@@ -10,10 +13,11 @@ use std::time::Duration;
 
 use crate::counters::{self, Sources};
 use crate::error::{Error, ErrorCode, Result};
-use crate::host::bound::Bound;
+use crate::host::bound::{Bound, Source};
 use crate::host::file_pages::WINDOW_BYTES_MAX;
 use crate::host::locked::LentPart;
-use crate::host::reading::Reading;
+use crate::host::memory::{HostLease, HostMemory};
+use crate::host::reading::{ReadBytes, Reading};
 use crate::host::source::ModelFile;
 use crate::model::binding::{Encoding, Segment};
 use crate::sync::device::Device;
@@ -29,14 +33,26 @@ const GAP_BYTES_MAX: u64 = 32 << 10;
 /// Copies straight from a file's pages are of this size at least, on the average, but for a few.
 const COPY_BYTES: u64 = 256 << 10;
 const COPIES_MIN: u64 = 16;
+/// How the bytes of a span come to the device.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Way {
+    /// The device reads them where the program has them.
+    Direct,
+    /// They are read, and may stay in the page-locked cache.
+    Read,
+    /// They are read. Other spans of the same slot's worth are too, and the cache has one place
+    /// for all of them, so that none has it.
+    ReadApart,
+}
 
 /// See the module's text.
 pub(super) struct Span {
     /// Index of the job that it belongs to.
     pub(super) job: usize,
-    /// From the first byte that comes from a file to the last, in the VBAR; empty without any.
+    /// From the first byte that comes from a source to the last, in the VBAR; empty without any.
     pub(super) bytes: Range<u64>,
     pub(super) segments: Vec<Segment>,
+    pub(super) way: Way,
     /// Whether it is the last of its job.
     pub(super) is_last: bool,
 }
@@ -55,15 +71,24 @@ impl Span {
         while start < target.end {
             let end = target.end.min(start + slot_bytes);
             let segments = bound.binding().segments_of(start..end);
-            if let (Some(first), Some(last)) = (segments.first(), segments.last()) {
-                let bytes = first.target.start..last.target.end;
-                spans.push(Self { job, bytes, segments, is_last: false });
+            let is_direct = |segment: &Segment| bound.locked_memory(segment.file).is_some();
+            let groups = segments.chunk_by(|left, right| is_direct(left) == is_direct(right));
+            let groups: Vec<&[Segment]> = groups.collect();
+            let read_count = groups.iter().filter(|group| !is_direct(&group[0])).count();
+            for group in groups {
+                let bytes = group[0].target.start..group[group.len() - 1].target.end;
+                let way = match read_count {
+                    _ if is_direct(&group[0]) => Way::Direct,
+                    1 => Way::Read,
+                    _ => Way::ReadApart,
+                };
+                spans.push(Self { job, bytes, segments: group.to_vec(), way, is_last: false });
             }
             start = end;
         }
         if spans.is_empty() {
-            let bytes = target.start..target.start;
-            spans.push(Self { job, bytes, segments: Vec::new(), is_last: false });
+            let (bytes, way) = (target.start..target.start, Way::Read);
+            spans.push(Self { job, bytes, segments: Vec::new(), way, is_last: false });
         }
         spans.last_mut().expect("there is one at least").is_last = true;
         spans
@@ -73,16 +98,17 @@ impl Span {
         (self.bytes.end - self.bytes.start) as usize
     }
 
-    /// Compares the files that it comes from with what they were.
+    /// Compares the files that it comes from with what they were. Memory has nothing to compare.
     pub(super) fn check_unchanged(&self, bound: &Bound) -> Result<()> {
         let mut files: Vec<usize> = self.segments.iter().map(|segment| segment.file).collect();
         files.dedup();
-        files.into_iter().try_for_each(|file| bound.file(file).check_unchanged())
+        let files = files.into_iter().filter_map(|file| bound.source(file).file());
+        files.into_iter().try_for_each(|file| file.check_unchanged())
     }
 
     /// Where its bytes lie in their file, if that is one, they lie close together, and few copies
     /// bring them: what one window of the file's pages can stand for.
-    pub(super) fn source(&self) -> Option<Source> {
+    pub(super) fn source(&self) -> Option<FileSource> {
         let runs = runs(&self.segments);
         let file = runs.first()?.file;
         let start = runs.iter().map(|run| run.source).min()?;
@@ -91,7 +117,7 @@ impl Span {
         let is_close = bytes <= WINDOW_BYTES_MAX.min(2 * length);
         let is_quick = runs.len() as u64 <= COPIES_MIN + length / COPY_BYTES;
         let is_one = runs.iter().all(|run| run.file == file);
-        (is_close && is_quick && is_one).then_some(Source { file, bytes: start..end, runs })
+        (is_close && is_quick && is_one).then_some(FileSource { file, bytes: start..end, runs })
     }
 
     /// Room to leave before the span in its slot, so that its largest run of bytes lies there as
@@ -106,14 +132,14 @@ impl Span {
 }
 
 /// Where a span's bytes are in their file.
-pub(super) struct Source {
+pub(super) struct FileSource {
     pub(super) file: usize,
     /// From the first of them to the last.
     pub(super) bytes: Range<u64>,
     pub(super) runs: Vec<Run>,
 }
 
-/// Bytes that lie together in a file and in the VBAR.
+/// Bytes that lie together in a source and in the VBAR.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) struct Run {
     file: usize,
@@ -141,7 +167,7 @@ fn runs(segments: &[Segment]) -> Vec<Run> {
     runs
 }
 
-/// One read: of which file, from where, and to where in the slot.
+/// One read: of which source, from where, and to where in the slot.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(super) struct Piece {
     pub(super) file: usize,
@@ -166,6 +192,24 @@ pub(super) fn pieces(span: &Span, pad: usize) -> Vec<Piece> {
         }
     }
     pieces
+}
+
+/// The copies of a span that the device reads where the program has it, in order, each with its
+/// memory; places count from the span's start. None crosses the end of a page-locked range.
+pub(super) fn direct_copies<'a>(span: &Span, bound: &'a Bound) -> Vec<(&'a HostMemory, Piece)> {
+    let mut copies = Vec::new();
+    for Run { file, source, target, bytes } in runs(&span.segments) {
+        let Some(memory) = bound.locked_memory(file) else { continue };
+        let (end, mut at) = (source + bytes, source);
+        while at < end {
+            let cut = memory.locked_end(at).min(end);
+            let start = (target + (at - source) - span.bytes.start) as usize;
+            let place = start..start + (cut - at) as usize;
+            copies.push((memory, Piece { file, source: at, place }));
+            at = cut;
+        }
+    }
+    copies
 }
 
 /// What is done after the last piece, on the thread that read it: locks a window.
@@ -271,12 +315,52 @@ impl SpanRead {
     }
 }
 
+/// What a piece is read from, kept for as long as that takes.
+pub(super) enum Origin {
+    File(Arc<ModelFile>),
+    Memory(HostLease),
+}
+
+impl Origin {
+    /// What a source's bytes are read from.
+    pub(super) fn of(source: &Source) -> Result<Self> {
+        Ok(match source {
+            Source::File(file) => Self::File(Arc::clone(file)),
+            Source::Memory(memory) => Self::Memory(memory.lease()?),
+        })
+    }
+
+    /// Fills `target` with the bytes from `at` on, and counts them. Returns a word for where most
+    /// came from, and the bytes that came from a disk.
+    pub(super) fn read(
+        &self,
+        reading: Reading,
+        at: u64,
+        target: &mut [u8],
+        sources: &Sources,
+    ) -> Result<(&'static str, u64)> {
+        match self {
+            Self::File(file) => {
+                let bytes = file.read_by(reading, at, target)?;
+                count(sources, bytes);
+                Ok((bytes.word(), bytes.disk))
+            }
+            Self::Memory(lease) => {
+                let bytes = target.len() as u64;
+                target.copy_from_slice(lease.bytes(at..at + bytes));
+                counters::add(&sources.host_pageable, bytes);
+                Ok(("host memory", 0))
+            }
+        }
+    }
+}
+
 /// One piece in the hands of a thread.
 pub(super) struct PieceRead {
     pub(super) device: Arc<Device>,
     pub(super) span: Arc<SpanRead>,
     pub(super) index: usize,
-    pub(super) file: Arc<ModelFile>,
+    pub(super) origin: Origin,
     pub(super) source: u64,
     pub(super) reading: Reading,
     /// Taken when the piece is done.
@@ -300,16 +384,16 @@ impl PieceRead {
     fn read(&self, target: &mut [u8]) -> Result<()> {
         let read = trace::span(Kind::Read).device(self.device.ordinal);
         let read = read.bytes(target.len() as u64);
-        let bytes = self.file.read_by(self.reading, self.source, target)?;
-        drop(read.detail(bytes.word()));
-        self.span.disk_bytes.fetch_add(bytes.disk, Relaxed);
-        count(&self.device.counters.sources, bytes);
+        let sources = &self.device.counters.sources;
+        let (word, disk_bytes) = self.origin.read(self.reading, self.source, target, sources)?;
+        self.span.disk_bytes.fetch_add(disk_bytes, Relaxed);
+        drop(read.detail(word));
         Ok(())
     }
 }
 
 /// Adds a read to the counters.
-pub(super) fn count(sources: &Sources, bytes: crate::host::reading::ReadBytes) {
+fn count(sources: &Sources, bytes: ReadBytes) {
     let counts = [
         (&sources.page_cache, bytes.page_cache),
         (&sources.disk, bytes.disk),

@@ -35,6 +35,7 @@
 //!   `mem_host_unregister`, `module_load`, `ctx_synchronize`. `mem_host_alloc` and
 //!   `mem_host_register` wait for nothing, and stop launches for as long as they take.
 
+use std::ops::Range;
 use std::ptr::NonNull;
 use std::time::Duration;
 
@@ -241,6 +242,10 @@ pub trait Driver: Send + Sync + 'static {
     /// `cuMemHostUnregister` of a whole registered range, by its start. Waits for the device.
     /// `HOST_MEMORY_NOT_REGISTERED` for anything else. No copy of it is pending.
     fn mem_host_unregister(&self, memory: NonNull<u8>) -> DriverResult<()>;
+    /// `cuPointerGetAttributes`: the page-locked range of the host that an address lies in, from
+    /// `mem_host_alloc` or `mem_host_register`, whoever called them; `None` for any other memory.
+    /// Needs no current context.
+    fn pointer_get_host_range(&self, address: u64) -> DriverResult<Option<Range<u64>>>;
     /// `cuMemcpyHtoDAsync`. A copy must not cross the end of a registered range.
     ///
     /// # Safety

@@ -122,6 +122,11 @@ pub mod constants {
     pub const CU_STREAM_CAPTURE_MODE_GLOBAL: c_uint = 0;
     pub const CU_STREAM_CAPTURE_MODE_THREAD_LOCAL: c_uint = 1;
     pub const CU_STREAM_CAPTURE_MODE_RELAXED: c_uint = 2;
+    pub const CU_MEMORYTYPE_HOST: c_uint = 1;
+    pub const CU_POINTER_ATTRIBUTE_MEMORY_TYPE: c_int = 2;
+    pub const CU_POINTER_ATTRIBUTE_IS_MANAGED: c_int = 8;
+    pub const CU_POINTER_ATTRIBUTE_RANGE_START_ADDR: c_int = 11;
+    pub const CU_POINTER_ATTRIBUTE_RANGE_SIZE: c_int = 12;
     pub const CU_USER_OBJECT_NO_DESTRUCTOR_SYNC: c_uint = 1;
     pub const CU_GRAPH_USER_OBJECT_MOVE: c_uint = 1;
     pub const CU_JIT_ERROR_LOG_BUFFER: c_uint = 5;
@@ -210,6 +215,8 @@ table! {
         cuMemFreeHost = "cuMemFreeHost"(*mut c_void);
         cuMemHostRegister = "cuMemHostRegister_v2"(*mut c_void, usize, c_uint);
         cuMemHostUnregister = "cuMemHostUnregister"(*mut c_void);
+        cuPointerGetAttributes = "cuPointerGetAttributes"(
+            c_uint, *mut c_int, *mut *mut c_void, CUdeviceptr);
         cuMemcpyHtoDAsync = "cuMemcpyHtoDAsync_v2"(CUdeviceptr, *const c_void, usize, CUstream);
         cuMemcpyDtoHAsync = "cuMemcpyDtoHAsync_v2"(*mut c_void, CUdeviceptr, usize, CUstream);
         cuMemsetD8Async = "cuMemsetD8Async"(CUdeviceptr, u8, usize, CUstream);

@@ -2,18 +2,14 @@
 
 #![expect(unsafe_code, reason = "exported symbols must keep their names")]
 
-use std::ffi::c_char;
-use std::os::fd::{BorrowedFd, OwnedFd};
-use std::sync::Arc;
-
 use super::allocation;
 use super::call::{call, invalid, stale};
 use super::device::{self, VbarDevice, VbarStream, choice};
+use super::source::{self, VbarBindSource};
 use super::status::VbarStatus;
 use super::tag;
-use super::value::{Growing, Out, OutArray, OutGrowing, Plain, byte_range, read_array, read_path};
-use crate::error::{Error, Result};
-use crate::host::source::ModelFile;
+use super::value::{Growing, Out, OutArray, OutGrowing, Plain, byte_range, read_array};
+use crate::error::Result;
 use crate::memory::page_table::PageState;
 use crate::memory::pager::{Freed, HeldPins, Residency, Shortfall};
 use crate::model::binding::Binding;
@@ -131,18 +127,6 @@ pub enum VbarHeldPins {
     Release = 1,
 }
 
-/// A file that VBARs are filled from.
-#[derive(Clone, Copy)]
-#[repr(C)]
-pub struct VbarBindSource {
-    /// Its path; NULL where `descriptor` says which file.
-    pub path: *const c_char,
-    /// An open descriptor, of which the library keeps a duplicate; used where `path` is NULL.
-    pub descriptor: i32,
-    /// 0.
-    pub reserved: u32,
-}
-
 /// Which bytes of which file belong where in a VBAR.
 #[derive(Clone, Copy)]
 #[repr(C)]
@@ -171,8 +155,6 @@ unsafe impl Plain for VbarBar {}
 unsafe impl Plain for VbarFreed {}
 // SAFETY: integers.
 unsafe impl Plain for VbarPage {}
-// SAFETY: integers and a raw pointer.
-unsafe impl Plain for VbarBindSource {}
 // SAFETY: integers.
 unsafe impl Plain for VbarBindSegment {}
 // SAFETY: an integer.
@@ -303,16 +285,17 @@ pub unsafe extern "C" fn vbar_bar_info(bar: VbarBar, info: *mut VbarBarInfo) -> 
     })
 }
 
-/// Binds a VBAR that was never used to files: from now on a fault fills what it maps. Once for a
-/// VBAR, in any order of segments, none overlapping; what no segment covers has no bytes of its
-/// own. Works for any format whose tensors are stored as they are in memory. Statuses: the common
-/// ones, the driver's, `CLOSED`, `IO`, `FORMAT` for what is no regular file, `HOST_MEMORY` for the
-/// staging slots; `INVALID_ARGUMENT` for a VBAR that was used, and segments that overlap or leave
-/// the VBAR or their file. Thread-safe.
+/// Binds a VBAR that was never used to files and host memory: from now on a fault fills what it
+/// maps. Once for a VBAR, in any order of segments, none overlapping; what no segment covers has no
+/// bytes of its own. Works for any format whose tensors are stored as they are in memory. Statuses:
+/// the common ones, the driver's, `CLOSED`, `IO`, `FORMAT` for what is no regular file,
+/// `HOST_MEMORY` for the staging slots; `INVALID_ARGUMENT` for a VBAR that was used, segments that
+/// overlap or leave the VBAR or their source, and memory that is not page-locked where it must be.
+/// Thread-safe.
 ///
 /// # Safety
 /// Both arrays have as many elements as is said, their paths are C strings, and nobody writes them
-/// during the call.
+/// during the call. Memory of sources stays as it is for as long as `VbarBindSource` says.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn vbar_bar_bind(
     bar: VbarBar,
@@ -322,13 +305,14 @@ pub unsafe extern "C" fn vbar_bar_bind(
     segment_count: usize,
 ) -> VbarStatus {
     call(|| {
-        let sources = read_array(sources, source_count)?;
+        // First of all: whatever goes wrong from here on, the owners of memory are told.
+        let sources = source::take(read_array(sources, source_count)?);
         let segments = read_array(segments, segment_count)?;
         let entry = find(bar)?;
         let mut binding = Binding::new();
         segments.iter().try_for_each(|segment| bind_segment(&mut binding, segment))?;
-        let files = sources.iter().map(open_source).collect::<Result<_>>()?;
-        entry.vbar.bind(binding, files)
+        let sources = sources.into_iter().map(source::Taken::open).collect::<Result<Vec<_>>>()?;
+        entry.vbar.bind_sources(binding, sources)
     })
 }
 
@@ -338,37 +322,6 @@ fn bind_segment(binding: &mut Binding, segment: &VbarBindSegment) -> Result<()> 
     }
     let target = byte_range(segment.bar_offset, segment.bytes)?;
     binding.bind(target, segment.source as usize, segment.source_offset, segment.bytes)
-}
-
-fn open_source(source: &VbarBindSource) -> Result<Arc<ModelFile>> {
-    if source.reserved != 0 {
-        return Err(invalid(format!("a source's reserved field is {}, not 0", source.reserved)));
-    }
-    let file = match source.path.is_null() {
-        false => ModelFile::open(read_path(source.path)?),
-        true => duplicate(source.descriptor).and_then(|descriptor| {
-            let link = format!("/proc/self/fd/{}", source.descriptor);
-            let path = std::fs::read_link(link).map(|path| path.display().to_string());
-            let name = path.unwrap_or_else(|_| format!("descriptor {}", source.descriptor));
-            ModelFile::from_fd(descriptor, name)
-        }),
-    };
-    file.map(Arc::new)
-}
-
-/// A descriptor of our own for the file behind a caller's.
-///
-/// # Errors
-/// `InvalidArgument` for a number that is no descriptor, `Io`.
-pub(super) fn duplicate(descriptor: i32) -> Result<OwnedFd> {
-    if descriptor < 0 {
-        return Err(invalid(format!("descriptor {descriptor} is none")));
-    }
-    // SAFETY: not -1. Used for the one call below, which tells a number that is not open; nothing
-    // is closed through it.
-    let borrowed = unsafe { BorrowedFd::borrow_raw(descriptor) };
-    let duplicated = borrowed.try_clone_to_owned();
-    duplicated.map_err(|error| Error::io(format_args!("descriptor {descriptor}"), &error))
 }
 
 /// Makes a VBAR the newest of its class and lifts its watermark to all pages. Statuses: the common

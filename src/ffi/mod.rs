@@ -23,6 +23,7 @@ pub mod log;
 pub mod model;
 pub mod sim;
 pub mod sim_graph;
+pub mod source;
 pub mod statistics;
 pub mod status;
 pub mod token;

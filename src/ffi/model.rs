@@ -10,6 +10,7 @@ use super::bar::{self, Owner, VbarBar};
 use super::call::{call, invalid, stale};
 use super::device::{self, VbarDevice, VbarStream};
 use super::fault::{self, VbarFault};
+use super::source;
 use super::status::VbarStatus;
 use super::tag;
 use super::token::{Bytes, Reserved, Source};
@@ -204,7 +205,7 @@ pub unsafe extern "C" fn vbar_model_open_descriptor(
         let out = Out::new(model)?;
         let name = read_text(name)?.unwrap_or("a model's descriptor").to_owned();
         let runtime = &device::find(device)?.runtime;
-        let file = ModelFile::from_fd(bar::duplicate(descriptor)?, name)?;
+        let file = ModelFile::from_fd(source::duplicate(descriptor)?, name)?;
         out.write(enter(runtime.bind_model(Model::from_file(file)?)?)?);
         Ok(())
     })

@@ -149,6 +149,11 @@ pub struct VbarStatistics {
     pub source_disk_bytes: u64,
     /// Of `source_disk_bytes`, those that went past the page cache (`O_DIRECT`).
     pub source_direct_bytes: u64,
+    /// Copied from page-locked memory of the program that a VBAR is bound to: the device read them
+    /// where they are. This one and the next only grow.
+    pub source_host_locked_bytes: u64,
+    /// Read from other memory of the program that a VBAR is bound to.
+    pub source_host_pageable_bytes: u64,
     /// Of `locked_bytes`, pages of files that are registered: they would be in memory without, but
     /// could be dropped.
     pub locked_registered_bytes: u64,
@@ -232,6 +237,8 @@ impl From<Statistics> for VbarStatistics {
             source_page_cache_bytes: sources.page_cache_bytes,
             source_disk_bytes: sources.disk_bytes,
             source_direct_bytes: sources.direct_bytes,
+            source_host_locked_bytes: sources.host_locked_bytes,
+            source_host_pageable_bytes: sources.host_pageable_bytes,
             locked_registered_bytes: from.locked.registered_bytes,
         }
     }

@@ -127,10 +127,29 @@ pub fn map_window(driver: &Arc<dyn Driver>, bytes: usize) -> Result<LockedSlot> 
     let mut window = MmapMut::map_anon(bytes).map_err(|error| fail(error.to_string()))?;
     // A quarter of the page faults' time; a kernel that does not want to changes nothing.
     let _ = window.advise(memmap2::Advice::HugePage);
+    // After a fork, writing would give this process other pages than those that the device reads,
+    // on older kernels; the child has no use for them.
+    let _ = window.advise(memmap2::Advice::DontFork);
     let base = NonNull::new(window.as_mut_ptr()).ok_or_else(|| fail("at address 0".into()))?;
     let (driver, locked) = (Arc::clone(driver), AtomicBool::new(false));
     let memory = Arc::new(LockedMemory { driver, base, bytes, window: Some(window), locked });
     Ok(LockedSlot::new(&memory, 0, bytes))
+}
+
+/// A window of `bytes` that is locked at once, the runtime's context current; the driver touches
+/// it.
+///
+/// # Errors
+/// `HostMemory`, with the driver's code where it has one.
+pub fn lock_window(driver: &Arc<dyn Driver>, bytes: usize) -> Result<LockedSlot> {
+    let slot = map_window(driver, bytes)?;
+    let span = trace::span(Kind::Register).bytes(bytes as u64);
+    let registered = slot.register();
+    drop(span);
+    registered.map(|()| slot).map_err(|error| {
+        let text = format!("a page-locked window of {bytes} bytes: {error}");
+        Error::new(ErrorCode::HostMemory, text)
+    })
 }
 
 impl LockedSlot {

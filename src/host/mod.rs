@@ -9,6 +9,7 @@ pub mod file_pages;
 pub mod file_system;
 pub mod kernel_module;
 pub mod locked;
+pub mod memory;
 pub mod model_files;
 pub mod mounts;
 pub mod pageable;

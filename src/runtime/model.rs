@@ -6,8 +6,9 @@ use std::sync::Arc;
 
 use super::{Fault, Guard, Runtime, Vbar};
 use crate::error::{Error, ErrorCode, Result};
-use crate::host::bound::Bound;
+use crate::host::bound::{Bound, Source};
 use crate::host::model_files::Model;
+use crate::host::source::ModelFile;
 use crate::model::binding::{Binding, lay_out};
 use crate::units::{DeviceAddress, Stream};
 
@@ -54,21 +55,41 @@ impl Vbar {
     /// a fault fills what it maps.
     ///
     /// # Errors
-    /// `InvalidArgument` when the VBAR is bound or has allocations, or a segment leaves its file
-    /// or the VBAR; `Closed`; `HostMemory` when the staging ring cannot be page-locked.
-    pub fn bind(
-        &self,
-        binding: Binding,
-        files: Vec<Arc<crate::host::source::ModelFile>>,
-    ) -> Result<()> {
+    /// As [`Vbar::bind_sources`].
+    pub fn bind(&self, binding: Binding, files: Vec<Arc<ModelFile>>) -> Result<()> {
+        self.bind_sources(binding, files.into_iter().map(Source::File).collect())
+    }
+
+    /// Binds the VBAR to files and memory: each segment of the binding names its source by its
+    /// index. From now on a fault fills what it maps.
+    ///
+    /// Memory is kept until the VBAR was closed and the last copy of its bytes is done: see
+    /// [`HostMemory`](crate::host::memory::HostMemory). Whether it is page-locked is asked of the
+    /// driver here, once.
+    ///
+    /// # Errors
+    /// `InvalidArgument` when the VBAR is bound or has allocations, a segment leaves its source or
+    /// the VBAR, or memory is not page-locked that must be; `Closed`; `HostMemory` when the staging
+    /// ring cannot be page-locked; what the driver says.
+    pub fn bind_sources(&self, binding: Binding, mut sources: Vec<Source>) -> Result<()> {
         self.bar().check_open()?;
         let end = binding.end();
-        let bound = Bound::new(binding, files)?;
+        sources.iter_mut().try_for_each(|source| self.find_locked(source))?;
+        let bound = Bound::new(binding, sources)?;
         if end == 0 {
             return Err(Error::new(ErrorCode::InvalidArgument, "a binding without bytes"));
         }
         self.runtime().pager().prepare_filler()?;
         self.runtime().pager().bind(self.bar(), Arc::new(bound), end)
+    }
+
+    fn find_locked(&self, source: &mut Source) -> Result<()> {
+        let Source::Memory(memory) = source else { return Ok(()) };
+        let device = self.runtime().device();
+        memory.find_locked(|address| {
+            let range = device.retry(|| device.driver.pointer_get_host_range(address));
+            range.map_err(|error| device.note(error.into()))
+        })
     }
 }
 

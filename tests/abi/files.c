@@ -208,6 +208,49 @@ static void a_bar_that_was_used_is_not_bound(VbarDevice device) {
     OK(vbar_bar_destroy_wait(bar));
 }
 
+/* Memory of the program, beside a file: its owner is told once, when the VBAR is gone. */
+static void memory_is_bound(VbarDevice device) {
+    uint64_t page = page_bytes();
+    write_file(path, 2 * page);
+    unsigned char *memory = malloc(3 * page);
+    CHECK(memory != NULL);
+    for (uint64_t at = 0; at < 3 * page; at++) memory[at] = file_byte(at);
+    uint32_t released = 0;
+    const VbarBindSource sources[] = {
+        {.memory = memory, .memory_bytes = 3 * page, .release = vbar_flag_raise,
+         .context = &released},
+        {.path = path},
+    };
+    const VbarBindSegment segments[] = {
+        {.bar_offset = 0, .source_offset = 9, .bytes = page + 100},
+        {.bar_offset = page + 512, .source_offset = 77, .bytes = page, .source = 1},
+        {.bar_offset = 3 * page, .source_offset = 2 * page, .bytes = page},
+    };
+    VbarBar bar;
+    OK(vbar_bar_create(device, 4 * page, &bar));
+    VbarStatistics before = statistics(device);
+    OK(vbar_bar_bind(bar, sources, 2, segments, COUNT_OF(segments)));
+    for (int pass = 0; pass < 3; pass++) {
+        for (size_t at = 0; at < COUNT_OF(segments); at++) {
+            VbarFault told;
+            OK(vbar_bar_fault(bar, segments[at].bar_offset, segments[at].bytes, 0, &told));
+            CHECK(told.outcome == VBAR_OUTCOME_RESIDENT);
+            check_bytes(device, told.address, segments[at].source_offset, segments[at].bytes);
+            OK(vbar_token_unpin(told.token, 0));
+        }
+        VbarFreed freed;
+        OK(vbar_bar_free_memory(bar, UINT64_MAX, &freed));
+    }
+    VbarStatistics after = statistics(device);
+    CHECK(after.source_host_pageable_bytes - before.source_host_pageable_bytes >=
+          3 * (2 * page + 100));
+    CHECK(after.source_host_locked_bytes == before.source_host_locked_bytes);
+    CHECK(released == 0);
+    OK(vbar_bar_destroy_wait(bar));
+    CHECK(released == 1);
+    free(memory);
+}
+
 /* Every byte that a fill takes is counted once, by where it came from. */
 static void bytes_are_counted_by_source(uint32_t prefer, uint64_t allowance) {
     uint64_t page = page_bytes();
@@ -259,6 +302,7 @@ int main(int count, char **arguments) {
     odd_offsets_are_bound(device, false);
     odd_offsets_are_bound(device, true);
     a_bar_that_was_used_is_not_bound(device);
+    memory_is_bound(device);
     close_device(device);
     for (uint32_t prefer = VBAR_PREFER_AUTO; prefer <= VBAR_PREFER_DISK; prefer++) {
         bytes_are_counted_by_source(prefer, 0);

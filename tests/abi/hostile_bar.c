@@ -67,6 +67,56 @@ static void bind_arrays_fail(void) {
     OK(vbar_bar_destroy_wait(bar));
 }
 
+static void count_release(void *context) { ++*(int *)context; }
+
+/* Memory that is refused is given back at once, whatever was wrong. */
+static void memory_is_refused(void) {
+    static unsigned char bytes[1024];
+    int released = 0, expected = 0;
+    VbarBindSegment segment = {.bytes = 512}, leaving = {.bytes = 1024, .source_offset = 1};
+    const VbarBindSource good = {.memory = bytes, .memory_bytes = sizeof bytes,
+                                 .release = count_release, .context = &released};
+#define MEMORY_FAILS(field, words) \
+    do { \
+        VbarBindSource bad_ = good; \
+        bad_.field; \
+        BIND_FAILS(bad_, segment, VBAR_STATUS_INVALID_ARGUMENT, words); \
+        CHECK(released == ++expected); \
+    } while (0)
+    MEMORY_FAILS(memory = NULL, "NULL");
+    MEMORY_FAILS(memory_bytes = 0, "no bytes");
+    MEMORY_FAILS(memory_bytes = UINT64_MAX, "address space");
+    MEMORY_FAILS(memory = (void *)(UINTPTR_MAX - 9), "address space");
+    MEMORY_FAILS(host_lock = 2, "host_lock is 2");
+    MEMORY_FAILS(path = world.raw_path, "a path and memory");
+    if (!on_gpu()) MEMORY_FAILS(host_lock = VBAR_HOST_LOCK_REQUIRED, "not page-locked from byte 0");
+    VbarBindSource file = {.path = world.raw_path, .release = count_release, .context = &released};
+    BIND_FAILS(file, segment, VBAR_STATUS_INVALID_ARGUMENT, "no release");
+    CHECK(released == ++expected);
+    BIND_FAILS(good, leaving, VBAR_STATUS_INVALID_ARGUMENT, "memory 0");
+    CHECK(released == ++expected);
+    /* All of several, also those behind the one that is wrong; and for an id that is stale. */
+    const VbarBindSource several[] = {good, {.path = "/nonexistent"}, good};
+    VbarBar bar = fresh_bar();
+    FAILS(vbar_bar_bind(bar, several, 3, &segment, 1), VBAR_STATUS_IO, "No such file");
+    CHECK(released == (expected += 2));
+    OK(vbar_bar_destroy_wait(bar));
+    FAILS(vbar_bar_bind(bar, &good, 1, &segment, 1), VBAR_STATUS_STALE_HANDLE, NULL);
+    CHECK(released == ++expected);
+    /* Sources that cannot be read have no owner. */
+    FAILS(vbar_bar_bind(world.bar, unaligned(), 1, &segment, 1), VBAR_STATUS_INVALID_ARGUMENT,
+          NULL);
+    CHECK(released == expected);
+}
+
+CASE(vbar_flag_raise) {
+    vbar_flag_raise(NULL);
+    vbar_flag_raise((void *)(uintptr_t)1);
+    uint32_t flags[] = {0, 0, 7};
+    vbar_flag_raise(&flags[1]);
+    CHECK(flags[0] == 0 && flags[1] == 1 && flags[2] == 7);
+}
+
 CASE(vbar_bar_bind) {
     EACH_BAD_ID(BAR, VbarBar, bad, vbar_bar_bind(bad, NULL, 0, NULL, 0));
     bind_arrays_fail();
@@ -85,8 +135,9 @@ CASE(vbar_bar_bind) {
     source.descriptor = INT32_MAX;
     BIND_FAILS(source, segment, VBAR_STATUS_IO, "descriptor 2147483647");
     source = good;
-    source.reserved = 1;
-    BIND_FAILS(source, segment, VBAR_STATUS_INVALID_ARGUMENT, "reserved");
+    source.host_lock = 1;
+    BIND_FAILS(source, segment, VBAR_STATUS_INVALID_ARGUMENT, "host_lock");
+    memory_is_refused();
     segment.encoding = 1;
     BIND_FAILS(good, segment, VBAR_STATUS_INVALID_ARGUMENT, "encoding 1");
     segment = (VbarBindSegment){.bytes = 512, .source = 1};
@@ -380,6 +431,7 @@ const struct Case bar_cases[] = {
     ENTRY(vbar_bar_set_watermark), ENTRY(vbar_bar_free_memory), ENTRY(vbar_bar_end_of_run),
     ENTRY(vbar_bar_residency),     ENTRY(vbar_bar_fault),       ENTRY(vbar_device_fault_many),
     ENTRY(vbar_bar_prefetch),      ENTRY(vbar_device_schedule_hint),
+    ENTRY(vbar_flag_raise),
     {0},
 };
 

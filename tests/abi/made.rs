@@ -23,6 +23,7 @@ pub(crate) const HEADERS: &[Header] = &[
             "status",
             "log",
             "device",
+            "source",
             "bar",
             "allocation",
             "fault",

@@ -179,7 +179,7 @@ fn a_failed_record_leaves_the_frames_former_reader_alone() {
     drop(guard);
     world.sim.ctx_synchronize().unwrap();
     assert_eq!(world.word(target, world.stream), pattern_sum(P, 1));
-    assert_eq!(world.sim.calls(Verb::MemHostAlloc), 0, "a bare VBAR needs no filler");
+    assert_eq!(world.sim.calls(Verb::MemHostRegister), 0, "a bare VBAR needs no filler");
     world.check();
 }
 

@@ -51,6 +51,7 @@ pub(crate) fn check_door(driver: Arc<dyn Driver>, device: DeviceOrdinal) {
     check_capture_state(&rig);
     host::check_host_frames(&rig);
     host::check_registered_memory(&rig);
+    host::check_ranges(&rig);
     host::check_unregistering_waits(&rig);
     host::check_registered_file(&rig);
     host::check_elapsed_time(&rig);

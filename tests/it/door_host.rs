@@ -144,6 +144,38 @@ pub(super) fn check_registered_file(rig: &Rig) {
     rig.destroy(&[stream], &[]);
 }
 
+/// What the driver says of an address: the page-locked range that it lies in, ranges that touch
+/// each other apart, whoever locked them; nothing of other memory.
+pub(super) fn check_ranges(rig: &Rig) {
+    let range = |address: u64| rig.driver.pointer_get_host_range(address).expect("an answer");
+    let mut memory = memory();
+    let at = start(&mut memory);
+    let (first, bytes) = (at.as_ptr().addr() as u64, LEN as u64);
+    let second = NonNull::new(memory[LEN..].as_mut_ptr()).expect("not at 0");
+    assert_eq!(range(first), None);
+    register(rig, at, LEN).expect("registering");
+    assert_eq!((range(first), range(first + bytes)), (Some(first..first + bytes), None));
+    register(rig, second, LEN / 2).expect("registering its neighbour");
+    let neighbour = first + bytes..first + bytes + bytes / 2;
+    assert_eq!(range(first + bytes - 1), Some(first..first + bytes));
+    assert_eq!(range(first + bytes), Some(neighbour.clone()));
+    assert_eq!(range(neighbour.end - 1), Some(neighbour.clone()));
+    assert_eq!(range(neighbour.end), None);
+    unregister(rig, at).expect("unregistering");
+    assert_eq!((range(first), range(first + bytes)), (None, Some(neighbour)));
+    unregister(rig, second).expect("unregistering");
+
+    let given = rig.driver.mem_host_alloc(LEN).expect("page-locked memory");
+    let first = given.as_ptr().addr() as u64;
+    assert_eq!(range(first + 5), Some(first..first + bytes));
+    // SAFETY: allocated above, and nobody has used it.
+    unsafe { rig.driver.mem_free_host(given) }.expect("freeing");
+    assert_eq!(range(first), None);
+    let pages = rig.pages(1);
+    assert_eq!(range(pages.address.0), None, "the device's memory");
+    rig.give_back(pages);
+}
+
 pub(super) fn check_unregistering_waits(rig: &Rig) {
     let (pages, stream) = (rig.pages(1), rig.stream());
     let mut memory = memory();

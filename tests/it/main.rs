@@ -4,6 +4,7 @@
 
 mod allocations;
 mod bound;
+mod bound_memory;
 mod cli;
 mod cli_bench;
 mod cli_doctor;
@@ -24,6 +25,7 @@ mod forked;
 mod gradual;
 mod host_mapped;
 mod host_mapped_twin;
+mod huge;
 mod limits;
 mod logs;
 mod many;

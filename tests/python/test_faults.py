@@ -1,12 +1,17 @@
 """Devices, VBARs, allocations and models as a program uses them, on the simulated device."""
 
+import array
+import ctypes
 import dataclasses
 import logging
+import mmap
 import os
 import pathlib
 import threading
 import time
+import types
 import unittest
+import weakref
 
 import vbar
 from support import MIB, PAGE, ROOT, Case, Sim, check_program, open_device, pattern, spec
@@ -437,6 +442,122 @@ class Bars(Case):
             with self.assertRaises(vbar.FileError) as caught:
                 bar.bind([self.folder / "missing"], [])
             self.assertEqual(caught.exception.errno, 2)
+
+    def test_memory_is_kept_until_it_is_not_read_any_more(self):
+        class Bytes(bytearray):
+            """Weak references tell whether it is alive."""
+
+        path = self.folder / "file.bin"
+        path.write_bytes(pattern(PAGE, 2))
+        memory = Bytes(pattern(3 * PAGE, 1))
+        wanted, alive = bytes(memory), weakref.ref(memory)
+        with open_device(budget=2 * PAGE) as device:
+            sim, bar = Sim(device), device.create_bar(4 * PAGE)
+            stream = sim.stream()
+            bar.bind(
+                [vbar.MemorySource(memory), path],
+                [vbar.Segment(0, 512, 2 * PAGE), vbar.Segment(2 * PAGE, 0, PAGE, source=1)],
+            )
+            with self.assertRaises(BufferError):
+                memory.append(1)
+            del memory
+            for offset in (0, PAGE) * 3:
+                with bar.fault(offset, PAGE, stream=stream) as weight:
+                    found = sim.read(weight.address, PAGE, stream)
+                self.assertEqual(found, wanted[512 + offset : 512 + offset + PAGE])
+            with bar.fault(2 * PAGE, PAGE, stream=stream) as weight:
+                self.assertEqual(sim.read(weight.address, PAGE, stream), pattern(PAGE, 2))
+            told = device.statistics()
+            self.assertGreaterEqual(told.source_host_pageable_bytes, 2 * PAGE)
+            self.assertEqual(told.source_host_locked_bytes, 0)
+            self.assertIsNotNone(alive())
+            # A pin keeps the VBAR, a zombie then, and so its memory.
+            guard = bar.fault(0, PAGE, stream=stream)
+            bar.close()
+            device.statistics()
+            self.assertIsNotNone(alive())
+            guard.close()
+            sim.synchronize(stream)
+            for _ in range(100):
+                device.refresh()
+                if alive() is None:
+                    break
+            self.assertIsNone(alive())
+            self.assertEqual(sim.violations(), 0)
+
+    def test_python_may_end_while_memory_is_bound(self):
+        for threads in (False, True):
+            check_program(self, f"""
+                import vbar
+                page = 2 << 20
+                device = vbar.Device("sim:capacity=64M", page_size=page, headroom=0,
+                                     budget=3 * page, threads={threads})
+                bar = device.create_bar(8 * page)
+                bar.bind([vbar.MemorySource(bytearray(8 * page))], [(0, 0, 8 * page)])
+                held = bar.fault(0, page)
+                for number in range(1, 25):
+                    bar.fault(number % 8 * page, page)
+            """)
+
+    def test_memory_is_found_in_what_has_it(self):
+        size = 4096
+        content = pattern(size, 3)
+
+        class Tensor:
+            """As torch's: no buffer, no ``__array_interface__``."""
+
+            device, nbytes = types.SimpleNamespace(type="cpu"), size
+
+            def __init__(self, memory, contiguous=True):
+                self.memory, self.contiguous = memory, contiguous
+
+            def is_contiguous(self):
+                return self.contiguous
+
+            def data_ptr(self):
+                return ctypes.addressof(self.memory)
+
+        class Array:
+            def __init__(self, memory, **changes):
+                interface = {"data": (ctypes.addressof(memory), True), "typestr": "<f4"}
+                self.memory = memory
+                self.__array_interface__ = {**interface, "shape": (size // 8, 2), **changes}
+
+        raw = (ctypes.c_char * size).from_buffer_copy(content)
+        on_gpu = Tensor(raw)
+        on_gpu.device = types.SimpleNamespace(type="cuda")
+        with open_device() as device, mmap.mmap(-1, size) as mapped:
+            mapped[:] = content
+            sim = Sim(device)
+            stream = sim.stream()
+            for source in (content, bytearray(content), memoryview(content), raw, mapped,
+                           array.array("I", content), Tensor(raw), Array(raw)):
+                with device.create_bar(PAGE) as bar:
+                    told = vbar.MemorySource(source)
+                    self.assertEqual(told.nbytes, size)
+                    bar.bind([told], [(0, 0, size)])
+                    with bar.fault(0, size, stream=stream) as weight:
+                        self.assertEqual(sim.read(weight.address, size, stream), content)
+                    sim.synchronize(stream)
+                    bar.close(wait=True, stream=stream)
+                del told
+            for wrong in (object(), 7, "text", on_gpu, Tensor(raw, contiguous=False),
+                          memoryview(content)[::2], Array(raw, strides=(16, 4)),
+                          Array(raw, data=None)):
+                with self.assertRaises(vbar.InvalidArgument, msg=repr(wrong)):
+                    vbar.MemorySource(wrong)
+            bar = device.create_bar(PAGE)
+            for segments, source in (
+                ([(0, 1, size)], vbar.MemorySource(content)),
+                ([(0, 0, 8)], vbar.MemorySource(content, page_locked=True)),
+                ([(0, 0, 8)], vbar.MemorySource(b"")),
+                ([(0, -1, 8)], vbar.MemorySource(content)),
+            ):
+                with self.assertRaises(vbar.InvalidArgument):
+                    bar.bind([source], segments)
+            bar.close(wait=True)
+            # Nothing of all that is kept: the buffers are free again.
+            self.assertEqual(vbar._memory._kept, [])
 
     def test_scenario_9_a_device_without_addresses_offloads_everything(self):
         with open_device(spec(address_space=8 * PAGE)) as device:

@@ -15,13 +15,14 @@ from vbar import _abi
 IDS = (0, 1, 2**64 - 1, 0xDEADBEEF, 1 << 60, 1 << 63 | 1)
 NUMBERS = (0, 1, PAGE, 2**31 - 1, 2**31, 2**32 - 1, 2**63, 2**64 - 1, 2**64 - PAGE)
 
-#: What has no status: texts, and the destructor of capsules.
+#: What has no status: texts, the destructor of capsules, and the raising of a flag.
 NO_STATUS = {
     "vbar_abi_version",
     "vbar_version",
     "vbar_status_text",
     "vbar_last_message",
     "vbar_dlpack_capsule_destructor",
+    "vbar_flag_raise",
 }
 #: What garbage turns on or off for the tests behind it.
 LATER = {"vbar_log_set_level", "vbar_thread_set_wait_check", "vbar_dlpack_set_capsule_functions"}

@@ -76,6 +76,22 @@ result cuMemHostRegister_v2(void *memory, size_t bytes, unsigned flags) {
         ? 0 : INVALID_VALUE;
 }
 result cuMemHostUnregister(void *memory) { return memory ? 0 : INVALID_VALUE; }
+/* Host memory is 0x2000 bytes at 0x10000; 0x20000 is managed, and 0x30000 the device's. What is not
+ * known is 0, and its other places stay as they are. */
+result cuPointerGetAttributes(unsigned count, int *attributes, void **places, uint64_t address) {
+    uint64_t page = address >> 16;
+    if (count != 4 || attributes[0] != 2 || attributes[1] != 8 || attributes[2] != 11 ||
+        attributes[3] != 12)
+        return INVALID_VALUE;
+    int host = page == 2 || (page == 1 && address < 0x12000);
+    *(int *)places[0] = host ? 1 : page == 3 ? 2 : 0;
+    *(int *)places[1] = page == 2;
+    if (host || page == 3) {
+        *(uint64_t *)places[2] = page << 16;
+        *(size_t *)places[3] = 0x2000;
+    }
+    return 0;
+}
 /* An event is its flags. */
 result cuEventCreate(uintptr_t *event, unsigned flags) { return *event = flags + 0x70, 0; }
 result cuEventElapsedTime(float *millis, uintptr_t start, uintptr_t end) {

@@ -8,6 +8,7 @@
 #![expect(unsafe_code, reason = "calls the driver through function pointers")]
 
 use std::ffi::{CStr, OsStr, c_int, c_uint, c_void};
+use std::ops::Range;
 use std::ptr::NonNull;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -25,6 +26,7 @@ use crate::units::{DeviceAddress, DeviceOrdinal, Stream};
 
 mod graph;
 mod kernels;
+mod pointer;
 #[cfg(test)]
 mod tests;
 
@@ -419,6 +421,10 @@ impl Driver for Cuda {
         // SAFETY: the driver looks the address up among the ranges that were registered.
         let code = unsafe { (self.api.cuMemHostUnregister)(memory.as_ptr().cast()) };
         check("cuMemHostUnregister", code)
+    }
+
+    fn pointer_get_host_range(&self, address: u64) -> DriverResult<Option<Range<u64>>> {
+        pointer::host_range(&self.api, address)
     }
 
     unsafe fn memcpy_htod_async(

@@ -138,6 +138,13 @@ fn memory_is_registered_portably_and_time_has_no_sign() {
     // SAFETY: as above; the stand-in takes that size with the flags for reading only.
     assert_eq!(unsafe { cuda.mem_host_register_read_only(at, 8192) }, Ok(()));
     assert_eq!(cuda.mem_host_unregister(at), Ok(()));
+    for address in [0x10000, 0x11fff] {
+        assert_eq!(cuda.pointer_get_host_range(address), Ok(Some(0x10000..0x12000)));
+    }
+    // Past its end, managed, the device's, and not known.
+    for address in [0x12000, 0x20000, 0x30000, 0x40000] {
+        assert_eq!(cuda.pointer_get_host_range(address), Ok(None), "{address:#x}");
+    }
     let (timed, plain) = (cuda.event_create_timed().unwrap(), cuda.event_create().unwrap());
     assert_eq!((timed, plain), (Event(0x70), Event(0x72)));
     assert_eq!(cuda.event_elapsed(timed, plain), Ok(Duration::from_micros(1500)));

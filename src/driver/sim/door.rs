@@ -4,6 +4,7 @@
 //! capture forbids. Verbs that are one line stand here whole.
 #![expect(unsafe_code, reason = "the trait's copies take raw pointers")]
 
+use std::ops::Range;
 use std::ptr::NonNull;
 use std::sync::Arc;
 use std::time::Duration;
@@ -313,6 +314,11 @@ impl Driver for Sim {
     fn mem_host_unregister(&self, memory: NonNull<u8>) -> DriverResult<()> {
         self.core.gate_unsafe(Verb::MemHostUnregister)?;
         self.core.mem_host_unregister(memory)
+    }
+
+    fn pointer_get_host_range(&self, address: u64) -> DriverResult<Option<Range<u64>>> {
+        self.core.enter(Verb::PointerGetHostRange)?;
+        Ok(self.core.host.range_at(address))
     }
 
     unsafe fn memcpy_htod_async(

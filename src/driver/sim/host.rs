@@ -56,6 +56,13 @@ impl HostMemory {
         })
     }
 
+    /// The page-locked range that an address lies in.
+    pub(super) fn range_at(&self, address: u64) -> Option<Range<u64>> {
+        [&self.ranges, &self.registered].into_iter().find_map(|ranges| {
+            before(&ranges.read(), address).filter(|range| range.contains(&address))
+        })
+    }
+
     /// Whether the range lies in registered memory in part, or in more than one range of it.
     pub(super) fn is_cut(&self, address: u64, bytes: u64) -> bool {
         let touched = before(&self.registered.read(), address.saturating_add(bytes - 1));

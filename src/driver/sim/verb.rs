@@ -61,6 +61,7 @@ verbs! {
     MemHostRegister, "mem_host_register", "cuMemHostRegister";
     MemHostRegisterReadOnly, "mem_host_register_read_only", "cuMemHostRegister";
     MemHostUnregister, "mem_host_unregister", "cuMemHostUnregister";
+    PointerGetHostRange, "pointer_get_host_range", "cuPointerGetAttributes";
     MemcpyHtodAsync, "memcpy_htod_async", "cuMemcpyHtoDAsync";
     MemcpyDtohAsync, "memcpy_dtoh_async", "cuMemcpyDtoHAsync";
     MemsetD8Async, "memset_d8_async", "cuMemsetD8Async";

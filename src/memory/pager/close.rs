@@ -105,6 +105,9 @@ impl Pager {
             } else if let Err(error) = space::free(&*self.device.driver, bar.space) {
                 log::error!("addresses of VBAR {id} are lost: {}", self.device.note(error));
             }
+            if let (Some(filler), Some(bound)) = (self.made_filler(), bar.bound()) {
+                filler.retire(bar.id, bound);
+            }
             // Only now: whoever waits for the VBAR to be gone finds its addresses free.
             let mut state = self.state.lock();
             state.bars.remove(&id);
@@ -168,7 +171,8 @@ impl Pager {
         loop {
             self.device.check()?;
             self.reap_now()?;
-            if !self.state.lock().bars.contains_key(&bar.id) {
+            let is_leaving = || self.made_filler().is_some_and(|it| it.is_leaving(bar.id));
+            if !self.state.lock().bars.contains_key(&bar.id) && !is_leaving() {
                 return Ok(());
             }
             if !context_waited && self.device.may_wait_for_context() {

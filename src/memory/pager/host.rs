@@ -57,11 +57,13 @@ impl Pager {
         }
     }
 
-    /// Gives page-locked memory back where it is time to; see [`Filler::housekeep`].
+    /// Gives page-locked memory back where it is time to; see [`Filler::housekeep`]. Lets go of the
+    /// program's memory that nobody reads any more.
     ///
     /// # Errors
     /// As there.
     pub fn housekeep_host(&self) -> Result<()> {
+        self.sweep_memory();
         let Some(filler) = self.made_filler() else { return Ok(()) };
         let kept = filler.housekeep();
         let stale = filler.take_stale();
@@ -108,6 +110,15 @@ impl Pager {
         left
     }
 
+    /// Lets go of the program's memory that VBARs which are gone were bound to, and that nobody
+    /// reads any more. Where the filler is being made there is none.
+    pub(super) fn sweep_memory(&self) {
+        let filler = self.filler.try_lock().and_then(|filler| filler.clone());
+        if let Some(filler) = filler {
+            filler.sweep();
+        }
+    }
+
     /// Gives page-locked memory back until at most `keep_bytes` are held, or what is left is in
     /// use. Returns the bytes given back. Waits for the device.
     ///
@@ -124,7 +135,7 @@ impl Pager {
         self.made_filler().map_or_else(LockedBytes::default, |filler| filler.locked())
     }
 
-    fn made_filler(&self) -> Option<Arc<Filler>> {
+    pub(super) fn made_filler(&self) -> Option<Arc<Filler>> {
         // A forked child must not wait for a lock that nobody may ever release.
         self.filler.try_lock_for(std::time::Duration::from_millis(50))?.clone()
     }

@@ -528,13 +528,8 @@ impl Pager {
                 Planned::LeaveHost(taken) => drop(self.part_with_hosted(taken)),
                 Planned::Reclaim(frames) => patience.ask_for(frames),
                 Planned::Wait(kind) => patience.pause(kind)?,
-                // What no fence covers may be the caller's own earlier work.
                 Planned::ContextWait | Planned::Refuse(Reason::FenceUnknown)
-                    if let Some(slot) = slot.filter(|_| patience.may_record(capture)) =>
-                {
-                    let cover = || self.device.fences.cover_stamps(stream, slot);
-                    self.device.retry(cover).map_err(|error| self.device.note(error))?;
-                }
+                    if patience.cover_own(stream, slot, capture)? => {}
                 Planned::ContextWait if patience.may_wait_for_context(capture) => {
                     self.device.context_wait()?;
                 }

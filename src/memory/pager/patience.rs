@@ -12,7 +12,9 @@ use super::{Pager, Reclaim};
 use crate::driver::CaptureState;
 use crate::error::Result;
 use crate::outcome::WaitKind;
+use crate::sync::fence::StreamSlot;
 use crate::sync::wait::Wait;
+use crate::units::Stream;
 
 /// What one request has waited for so far, and its place in the line for frames.
 pub(super) struct Patience<'a> {
@@ -20,7 +22,7 @@ pub(super) struct Patience<'a> {
     waits: HashMap<&'static str, Wait<'a>>,
     pub(super) turn: Option<u64>,
     reclaimer: Option<Arc<dyn Reclaim>>,
-    recorded: Option<()>,
+    covered: Option<()>,
     context_waited: Option<()>,
     pub(super) refused_once: Option<()>,
 }
@@ -28,8 +30,8 @@ pub(super) struct Patience<'a> {
 impl<'a> Patience<'a> {
     pub(super) fn new(pager: &'a Pager) -> Self {
         let (waits, reclaimer) = (HashMap::new(), pager.reclaimer());
-        let (turn, recorded, context_waited, refused_once) = Default::default();
-        Self { pager, waits, turn, reclaimer, recorded, context_waited, refused_once }
+        let (turn, covered, context_waited, refused_once) = Default::default();
+        Self { pager, waits, turn, reclaimer, covered, context_waited, refused_once }
     }
 
     /// Whether there is somebody to ask for frames before pages are evicted.
@@ -66,9 +68,22 @@ impl<'a> Patience<'a> {
         }
     }
 
-    /// Once a request, and never while a known stream is being captured.
-    pub(super) fn may_record(&mut self, capture: CaptureState) -> bool {
-        capture == CaptureState::None && self.recorded.replace(()).is_none()
+    /// What no fence covers may be the caller's own earlier work: covers that. Once a request, and
+    /// never while the stream is being captured; returns whether it was done.
+    pub(super) fn cover_own(
+        &mut self,
+        stream: Stream,
+        slot: Option<StreamSlot>,
+        capture: CaptureState,
+    ) -> Result<bool> {
+        let Some(slot) = slot.filter(|_| capture == CaptureState::None) else { return Ok(false) };
+        if self.covered.replace(()).is_some() {
+            return Ok(false);
+        }
+        let device = &self.pager.device;
+        let cover = || device.fences.cover_stamps(stream, slot);
+        device.retry(cover).map_err(|error| device.note(error))?;
+        Ok(true)
     }
 
     /// Once a request, if the options allow it, and never while a known stream is being captured.

@@ -42,8 +42,10 @@ pub struct Freed {
 }
 
 impl Pager {
-    /// Removes mappings that outlasted their pages and whose users have passed.
+    /// Removes mappings that outlasted their pages and whose users have passed, and lets go of the
+    /// program's memory that VBARs which are gone were bound to.
     pub(super) fn reap(&self) -> Result<()> {
+        self.sweep_memory();
         {
             let state = self.state.lock();
             if state.lingering.is_empty() && state.closing == 0 {

@@ -123,7 +123,9 @@ impl StepTable {
     }
 
     pub(super) fn forget_samples(&mut self) {
-        self.records.iter_mut().flatten().for_each(|record| record.is_sampled = false);
+        self.records.iter_mut().flatten().for_each(|record| {
+            (record.compute_ns, record.is_sampled) = (0, false);
+        });
     }
 
     fn record(&self, step: StepId) -> Option<&Record> {

@@ -202,6 +202,49 @@ TEST(a_bar_is_bound_by_descriptor) {
     close(file);
 }
 
+// The owner counts who still has the bytes.
+TEST(a_bar_is_bound_to_memory) {
+    Sim sim;
+    const auto owner = std::make_shared<const std::string>(packed_file());
+    {
+        vbar::Bar bar = sim.device.create_bar(6 * PAGE);
+        const VbarBindSource sources[] = {
+            vbar::memory_of(owner, owner->data(), owner->size())};
+        const Packed &tensor = PACKED[0];
+        const VbarBindSegment segments[] = {
+            vbar::segment(tensor.bar_offset, tensor.file_offset, tensor.bytes)};
+        bar.bind(sources, segments);
+        {
+            auto fault = bar.fault(tensor.bar_offset, tensor.bytes, sim.stream);
+            CHECK(fault);
+            CHECK_EQ(sim.sum(fault->address(), fault->bytes()),
+                     check::sum(pattern(tensor.bytes, tensor.seed)));
+        }
+        CHECK_EQ(owner.use_count(), 2);
+        CHECK(sim.device.statistics().source_host_pageable_bytes >= tensor.bytes);
+        sim.stream.synchronize();
+        bar.end_of_run(sim.stream);
+        bar.destroy_wait();
+        CHECK_EQ(owner.use_count(), 1);
+    }
+    const vbar::Bar other = sim.device.create_bar(6 * PAGE);
+    const VbarBindSegment segments[] = {vbar::segment(0, 0, 100)};
+    const VbarBindSource required[] = {
+        vbar::memory_of(owner, owner->data(), owner->size(), vbar::HostLock::required)};
+    CHECK_EQ(other.try_bind(required, segments).status(), Status::invalid_argument);
+    CHECK_EQ(owner.use_count(), 1);
+    std::uint32_t released = 0;
+    const VbarBindSource sources[] = {
+        vbar::memory_at(owner->data(), owner->size(), &released)};
+    other.bind(sources, segments);
+    CHECK_EQ(released, 0U);
+    CHECK(other.fault(0, 100, sim.stream));
+    std::uint32_t refused = 0;
+    const VbarBindSource again[] = {vbar::memory_at(owner->data(), owner->size(), &refused)};
+    CHECK_EQ(other.try_bind(again, segments).status(), Status::invalid_argument);
+    CHECK(refused == 1 && released == 0);
+}
+
 TEST(a_range_larger_than_the_budget_is_read_from_the_host) {
     Folder folder;
     const std::string path = folder.write("packed.bin", packed_file());

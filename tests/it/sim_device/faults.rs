@@ -77,7 +77,8 @@ impl Stage {
             | Verb::MemFreeHost
             | Verb::MemHostRegister
             | Verb::MemHostRegisterReadOnly
-            | Verb::MemHostUnregister => call_host(sim, verb),
+            | Verb::MemHostUnregister
+            | Verb::PointerGetHostRange => call_host(sim, verb),
             Verb::MemcpyHtodAsync => {
                 // SAFETY: pageable memory, so the call waits for the copy.
                 unsafe { sim.memcpy_htod_async(address, buffer.as_ptr(), 8, self.stream) }
@@ -107,12 +108,16 @@ impl Stage {
             Verb::EventRecord => sim.event_record(self.event, self.stream),
             Verb::EventQuery => sim.event_query(self.event),
             Verb::ModuleLoad => sim.module_load(),
-            Verb::LaunchKernel => {
-                let call =
-                    KernelCall::Pattern { target: address, bytes: 8, seed: 1, delay_nanos: 0 };
-                sim.launch_kernel(call, self.stream)
-            }
+            Verb::LaunchKernel => self.launch(sim),
         }
+    }
+
+    fn launch(&self, sim: &Sim) -> DriverResult<()> {
+        let (target, seed) = (self.address, 1);
+        sim.launch_kernel(
+            KernelCall::Pattern { target, bytes: 8, seed, delay_nanos: 0 },
+            self.stream,
+        )
     }
 }
 
@@ -142,6 +147,7 @@ fn call_host(sim: &Sim, verb: Verb) -> DriverResult<()> {
             unsafe { sim.mem_host_register(memory, 8) }.unwrap();
             sim.mem_host_unregister(memory)
         }
+        Verb::PointerGetHostRange => sim.pointer_get_host_range(8).map(drop),
         _ => unreachable!("{verb} is none of host memory"),
     }
 }

@@ -250,12 +250,12 @@ fn without_an_allowance_bytes_come_through_ordinary_memory() {
 fn memory_that_the_driver_does_not_lock_is_done_without() {
     let options = RuntimeOptions { system_root: None, ..threaded() };
     let sim = Sim::new(SimOptions::parse(ROOMY).unwrap());
-    sim.fail_always(Verb::MemHostAlloc, DriverCode::OUT_OF_MEMORY);
+    sim.fail_always(Verb::MemHostRegister, DriverCode::OUT_OF_MEMORY);
     let context = sim.device_primary_ctx_retain(DEVICE).unwrap();
     sim.ctx_set_current(Some(context)).unwrap();
     let device = Arc::new(Device::new(sim.driver(), DEVICE, context, options));
     let filler = Filler::new(device).unwrap();
-    assert_eq!((filler.locked_bytes(), sim.calls(Verb::MemHostAlloc)), (0, 1));
+    assert_eq!((filler.locked_bytes(), sim.calls(Verb::MemHostRegister)), (0, 1));
 }
 
 #[test]
