@@ -406,14 +406,10 @@ impl Driver for Cuda {
         check("cuMemHostRegister", code)
     }
 
-    unsafe fn mem_host_register_read_only(
-        &self,
-        memory: NonNull<u8>,
-        bytes: usize,
-    ) -> DriverResult<()> {
+    unsafe fn mem_host_register_read_only(&self, at: NonNull<u8>, len: usize) -> DriverResult<()> {
         let flags = CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_READ_ONLY;
         // SAFETY: the caller promises that the range is mapped, and stays so.
-        let code = unsafe { (self.api.cuMemHostRegister)(memory.as_ptr().cast(), bytes, flags) };
+        let code = unsafe { (self.api.cuMemHostRegister)(at.as_ptr().cast(), len, flags) };
         check("cuMemHostRegister", code)
     }
 
