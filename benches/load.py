@@ -109,7 +109,7 @@ def instanttensor_way(path, backend):
 
     def read():
         with instanttensor.safe_open(
-            path, framework="pt", device=0, backend=candidates[backend]
+            [str(path)], framework="pt", device=0, backend=candidates[backend]
         ) as file:
             return dict(file.tensors())
 
