@@ -635,11 +635,12 @@ enum VbarPrefer
  {
   /*
    From the page cache what is there, or all of it when the file fits into what the host can
-   spare; else past it. What is streamed again and again may be registered there.
+   spare; else past it.
    */
   VBAR_PREFER_AUTO = 0,
   /*
-   Through the page cache. What is streamed again and again may be registered there.
+   Through the page cache. What is streamed again and again is registered there where that can
+   be, instead of kept in page-locked memory: one copy of it less, and slower until it is done.
    */
   VBAR_PREFER_RAM = 1,
   /*

@@ -112,13 +112,12 @@ pub enum HostMapped {
 pub enum Prefer {
     /// From the page cache what is there, or all of it when the model fits into what the host can
     /// spare; else past it. With threads, what is streamed again and again is read by the device
-    /// from the page cache itself if it was there from the start, where that is known to be safe;
-    /// else from page-locked memory.
+    /// from page-locked memory.
     #[default]
     Auto,
     /// Through the page cache: what was read once stays there as long as nobody needs the memory.
     /// With threads, what is streamed again and again is read by the device from there, where that
-    /// is known to be safe.
+    /// is known to be safe: one copy in memory less, and slower until all of it is registered.
     Ram,
     /// Past the page cache (`O_DIRECT`), where the file system can; else through it.
     Disk,

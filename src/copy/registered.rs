@@ -160,14 +160,16 @@ impl Registered {
     }
 
     /// Whether streamed bytes of a file are left in the page cache, because they are registered or
-    /// may come to be. `fits`: the model is no more than the host can spare.
+    /// may come to be: only of a file that is preferred there. On an H200 a pass over registered
+    /// pages takes 2 % longer than one over page-locked memory, and those during which they are
+    /// registered 20 to 40 %. `fits`: the model is no more than the host can spare.
     pub(super) fn claims(
         &self,
         file: &Arc<ModelFile>,
         prefer: Prefer,
         fits: impl FnOnce() -> bool,
     ) -> bool {
-        if self.off.load(Relaxed) || prefer == Prefer::Disk || !self.is_able() {
+        if self.off.load(Relaxed) || prefer != Prefer::Ram || !self.is_able() {
             return false;
         }
         if let Some(known) = self.state.lock().known(file) {

@@ -118,7 +118,7 @@ impl Bench {
 
 #[test]
 fn a_file_streams_from_registered_pages_and_says_when_it_was_cut_short() {
-    let bench = bench(Prefer::Auto);
+    let bench = bench(Prefer::Ram);
     bench.register();
     let told = bench.world.runtime.statistics();
     assert!(told.locked.registered_bytes >= 10 * P, "{told:?}");

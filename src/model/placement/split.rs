@@ -19,6 +19,9 @@ const COST_GAIN: u64 = 1000;
 const LOADS_GAIN: u64 = 64;
 /// Passes between two trials in a direction that has not paid, at most.
 const PATIENCE_MAX: u32 = 64;
+/// Passes before the first trial: the first ones still put what streams into page-locked memory,
+/// and each trial costs a few passes.
+const PATIENCE_FIRST: u32 = 16;
 /// Passes whose middle one counts.
 const PASSES: usize = 3;
 
@@ -142,7 +145,7 @@ impl Split {
         let most = most.max(least);
         let frames = frames.clamp(least, most);
         let (phase, recent) = (Phase::Steady(0), Vec::new());
-        let (best, patience) = ((frames, None), [1; 2]);
+        let (best, patience) = ((frames, None), [PATIENCE_FIRST; 2]);
         Self { frames, least, most, best, phase, settling: true, recent, patience }
     }
 

@@ -104,32 +104,30 @@ fn check_unused(rig: Rig) {
 fn a_file_is_registered_after_two_rounds_from_memory() {
     // In memory, and on a disk where that is of a kind that may be.
     let disk = disk_may_be_registered();
-    for prefer in [Prefer::Ram, Prefer::Auto] {
-        for in_memory in [true, false].into_iter().filter(|in_memory| *in_memory || disk) {
-            let system = able(60 << 30);
-            let folder = if in_memory { shared_memory() } else { TempDir::new().unwrap() };
-            let rig = rig_in(folder, &system, preferring(prefer));
-            rig.stream(2);
-            assert_eq!(rig.read_only_calls(), 0, "it is not known to be warm before");
-            rig.register();
-            assert_eq!(rig.read_only_calls(), u64::from(PAGES));
-            // One copy in memory, and nothing is read any more.
-            assert_eq!(rig.cache_bytes(), 0);
-            let before = rig.sources();
-            rig.stream(3);
-            let since = rig.sources().since(before);
-            let all = 3 * u64::from(PAGES) * P;
-            assert_eq!((since.registered_bytes, since.page_cache_bytes), (all, 0));
-            assert_eq!((since.disk_bytes, since.locked_cache_bytes), (0, 0));
-            assert_eq!(rig.read_only_calls(), u64::from(PAGES), "a steady pass registers nothing");
-            assert_eq!(rig.sim.calls(Verb::MemHostUnregister), 0);
-            let waits = |waiter| rig.device.counters.waits(WaitKind::Register, waiter).count;
-            // With those of slots that the ring grew by.
-            let counted = waits(Waiter::Library) + waits(Waiter::Program);
-            assert!(counted >= u64::from(PAGES), "each is counted");
-            assert!(waits(Waiter::Library) > 0, "the first was on trial");
-            rig.check_shut();
-        }
+    for in_memory in [true, false].into_iter().filter(|in_memory| *in_memory || disk) {
+        let system = able(60 << 30);
+        let folder = if in_memory { shared_memory() } else { TempDir::new().unwrap() };
+        let rig = rig_in(folder, &system, preferring(Prefer::Ram));
+        rig.stream(2);
+        assert_eq!(rig.read_only_calls(), 0, "it is not known to be warm before");
+        rig.register();
+        assert_eq!(rig.read_only_calls(), u64::from(PAGES));
+        // One copy in memory, and nothing is read any more.
+        assert_eq!(rig.cache_bytes(), 0);
+        let before = rig.sources();
+        rig.stream(3);
+        let since = rig.sources().since(before);
+        let all = 3 * u64::from(PAGES) * P;
+        assert_eq!((since.registered_bytes, since.page_cache_bytes), (all, 0));
+        assert_eq!((since.disk_bytes, since.locked_cache_bytes), (0, 0));
+        assert_eq!(rig.read_only_calls(), u64::from(PAGES), "a steady pass registers nothing");
+        assert_eq!(rig.sim.calls(Verb::MemHostUnregister), 0);
+        let waits = |waiter| rig.device.counters.waits(WaitKind::Register, waiter).count;
+        // With those of slots that the ring grew by.
+        let counted = waits(Waiter::Library) + waits(Waiter::Program);
+        assert!(counted >= u64::from(PAGES), "each is counted");
+        assert!(waits(Waiter::Library) > 0, "the first was on trial");
+        rig.check_shut();
     }
 }
 
@@ -162,6 +160,7 @@ fn each_condition_that_does_not_hold_leaves_the_ring() {
     check_unused(rig(&other, preferring(Prefer::Ram)));
     // What is asked for, no threads, and memory that is short.
     let system = system();
+    check_unused(rig(&system, preferring(Prefer::Auto)));
     check_unused(rig(&system, preferring(Prefer::Disk)));
     let off = RuntimeOptions { threads: Some(Threads::Off), ..preferring(Prefer::Ram) };
     check_unused(rig(&system, off));
