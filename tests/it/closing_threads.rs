@@ -1,6 +1,7 @@
 //! Eight threads call everything on VBARs that any of them closes at any moment: whatever meets, a
 //! call finishes or says `Closed`, pinned bytes stay what they were, and nothing is left.
 
+use std::ops::ControlFlow;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
@@ -8,13 +9,17 @@ use std::time::Duration;
 use parking_lot::Mutex;
 use tempfile::TempDir;
 use vbar::driver::Driver;
+use vbar::driver::sim::Verb;
 use vbar::memory::pager::HeldPins;
 use vbar::model::synth::{synthesize, tensor_seed};
 use vbar::options::{Eviction, Poison};
 use vbar::units::{DeviceAddress, Stream};
-use vbar::{Allocation, AllocationFault, Error, ErrorCode, Fault, ModelBar, RuntimeOptions, Vbar};
+use vbar::{
+    Allocation, AllocationFault, Error, ErrorCode, Fault, ModelBar, RuntimeOptions, Vbar,
+    set_wait_check,
+};
 
-use crate::world::{P, ROOMY, World, budget_options, pattern_sum};
+use crate::world::{P, ROOMY, World, budget_options, pattern_sum, resident};
 
 const THREADS: u64 = 8;
 const OPERATIONS: u64 = 500;
@@ -235,4 +240,53 @@ fn threads_call_everything_on_vbars_that_others_close() {
 fn threads_call_everything_while_evicted_pages_are_poisoned() {
     run(Eviction::Aliasing, Poison::On);
     run(Eviction::Strict, Poison::On);
+}
+
+/// Whether work uses the closed VBAR's pages when it is closed.
+#[derive(Clone, Copy, PartialEq, Debug)]
+enum Closed {
+    Idle,
+    InUse,
+}
+
+#[test]
+fn frames_in_the_hands_of_another_thread_are_waited_for() {
+    for closed in [Closed::Idle, Closed::InUse] {
+        let world = World::budget(4);
+        let (old, new) = (world.vbar(4), world.vbar(4));
+        world.touch(&old, 0..4).unwrap();
+        let sim = Arc::clone(&world.sim);
+        if closed == Closed::InUse {
+            sim.hold_stream(world.stream).unwrap();
+            let guard = resident(&world, &old, 0..4);
+            world.write(guard.address(), P, 1, world.stream);
+            drop(guard);
+            old.close();
+            sim.release_stream(world.stream).unwrap();
+            sim.stream_synchronize(world.stream).unwrap();
+        }
+        let before = sim.calls(Verb::MemUnmap);
+        sim.hang(Verb::MemUnmap);
+        std::thread::scope(|scope| {
+            let (runtime, old, sim) = (&world.runtime, &old, &world.sim);
+            scope.spawn(move || match closed {
+                Closed::Idle => old.close(),
+                Closed::InUse => runtime.refresh().unwrap(),
+            });
+            while sim.calls(Verb::MemUnmap) == before {
+                std::thread::yield_now();
+            }
+            // Asked once somebody waits: from then on the other thread gets on.
+            let healed = Arc::clone(sim);
+            set_wait_check(Some(Box::new(move || {
+                healed.heal();
+                ControlFlow::Continue(())
+            })));
+            let served = world.touch(&new, 0..4);
+            set_wait_check(None);
+            sim.heal();
+            assert_eq!(served, Ok(()), "{closed:?}");
+        });
+        world.check();
+    }
 }

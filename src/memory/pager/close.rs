@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 
 use super::Pager;
 use super::plan::{Blocked, Usable, take_pages};
+use super::release::Parting;
 use super::state::{BarState, Destination, Life};
 use crate::counters;
 use crate::driver::DriverResult;
@@ -138,7 +139,7 @@ impl Pager {
 
     /// Evicts what a closing VBAR has unpinned; its frames are recycled.
     fn evict_closing(&self, id: u32) {
-        let taken = {
+        let (taken, _parting) = {
             let mut state = self.state.lock();
             let Some(entry) = state.bars.get(&id) else { return };
             let (pages, mut ignored) = (entry.resident.iter().copied(), Blocked::default());
@@ -150,7 +151,8 @@ impl Pager {
                 state.remove_resident(id, victim.page);
             }
             counters::add(&self.device.counters.pages_evicted, taken.len() as u64);
-            taken
+            let parting = Parting::new(self, &mut state, taken.len());
+            (taken, parting)
         };
         self.part_or_linger(taken, Destination::FreeList);
         self.evict_hosted(id);

@@ -365,8 +365,9 @@ impl Blocked {
             Reason::DriverMemory
         } else if too_large {
             Reason::TooLarge
-        } else if state.ahead_count > 0 {
-            // The frames of a fetch can be had in a moment; who is in the line has them first.
+        } else if state.ahead_count > 0 || state.parting_count > 0 {
+            // The frames of a fetch, and of pages whose mappings somebody removes, can be had in a
+            // moment; who is in the line has them first.
             return Stop::Wait(WaitKind::Frame);
         } else if self.pending > 0 {
             if strict {

@@ -54,9 +54,9 @@ impl Pager {
         }
         // Before the tables change: what was taken out of them must be carried through.
         let _scope = self.device.enter()?;
-        let ripe = {
+        let (ripe, parting) = {
             let mut state = self.state.lock();
-            let mut ripe = Vec::new();
+            let mut ripe: Vec<Lingering> = Vec::new();
             let mut rest = Vec::new();
             for entry in state.lingering.drain(..) {
                 match self.passed(&entry.users) {
@@ -65,12 +65,15 @@ impl Pager {
                 }
             }
             state.lingering = rest;
-            ripe
+            let frames = ripe.iter().filter(|entry| entry.frame.is_of_device()).count();
+            let parting = Parting::new(self, &mut state, frames);
+            (ripe, parting)
         };
         if !ripe.is_empty() {
             for entry in ripe {
                 self.remove_lingering(entry);
             }
+            drop(parting);
             self.changed.notify_all();
         }
         self.look_after_closing();
@@ -452,6 +455,29 @@ impl Pager {
             log::error!("the pager's tables contradict themselves: {what}");
         }
         contradiction.is_none()
+    }
+}
+
+/// Frames on their way from evicted pages, in the hands of a thread: a request that lacks frames
+/// waits for its end.
+pub(super) struct Parting<'a> {
+    pager: &'a Pager,
+    count: u32,
+}
+
+impl<'a> Parting<'a> {
+    pub(super) fn new(pager: &'a Pager, state: &mut State, frames: usize) -> Self {
+        let count = frames as u32;
+        state.parting_count += count;
+        Self { pager, count }
+    }
+}
+
+impl Drop for Parting<'_> {
+    fn drop(&mut self) {
+        if self.count > 0 {
+            self.pager.state.lock().parting_count -= self.count;
+        }
     }
 }
 

@@ -150,6 +150,9 @@ pub(super) struct State {
     pub(super) extents: u64,
     /// Pages that the engine is fetching now: their frames have no page yet.
     pub(super) ahead_count: u32,
+    /// Device frames of evicted pages whose mappings a thread is removing now: they are on no list
+    /// and free in a moment.
+    pub(super) parting_count: u32,
     /// Requests that wait for frames, in the order in which they came.
     pub(super) queue: VecDeque<u64>,
     next_turn: u64,
@@ -174,6 +177,7 @@ impl State {
             closing_next: None,
             extents: 0,
             ahead_count: 0,
+            parting_count: 0,
             queue: VecDeque::new(),
             next_turn: 0,
             newest: 0,
