@@ -19,7 +19,7 @@ use vbar::{
     set_wait_check,
 };
 
-use crate::world::{P, ROOMY, World, budget_options, pattern_sum, resident};
+use crate::world::{P, ROOMY, World, budget_options, drawn, pattern_sum, resident};
 
 const THREADS: u64 = 8;
 const OPERATIONS: u64 = 500;
@@ -289,4 +289,27 @@ fn frames_in_the_hands_of_another_thread_are_waited_for() {
         });
         world.check();
     }
+}
+
+#[test]
+fn threads_that_notice_a_smaller_budget_evict_no_more_than_one_would() {
+    let world = World::budget(8);
+    let vbar = world.vbar(8);
+    world.touch(&vbar, 0..8).unwrap();
+    let (runtime, sim) = (&world.runtime, &world.sim);
+    let before = sim.calls(Verb::MemUnmap);
+    sim.hang(Verb::MemUnmap);
+    std::thread::scope(|scope| {
+        scope.spawn(|| runtime.set_budget(Some(5 * P)).unwrap());
+        while sim.calls(Verb::MemUnmap) == before {
+            std::thread::yield_now();
+        }
+        let second = scope.spawn(|| runtime.refresh().unwrap());
+        while !second.is_finished() && sim.calls(Verb::MemUnmap) == before + 1 {
+            std::thread::yield_now();
+        }
+        sim.heal();
+    });
+    assert_eq!((drawn(&vbar, 8).as_str(), world.used()), ("#####...", 5));
+    world.check();
 }

@@ -365,7 +365,7 @@ impl Blocked {
             Reason::DriverMemory
         } else if too_large {
             Reason::TooLarge
-        } else if state.ahead_count > 0 || state.parting_count > 0 {
+        } else if state.ahead_count + state.parting_count + state.shrinking_count > 0 {
             // The frames of a fetch, and of pages whose mappings somebody removes, can be had in a
             // moment; who is in the line has them first.
             return Stop::Wait(WaitKind::Frame);

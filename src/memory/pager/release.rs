@@ -96,15 +96,21 @@ impl Pager {
             LingeringFrame::Moved => None,
             LingeringFrame::To(frame, destination) => Some((frame, destination)),
         };
-        self.part(&Victim { bar, page, frame: own }, frame);
+        self.part(&Victim { bar, page, frame: own }, frame, Counted::No);
     }
 
     /// Removes an evicting page's mapping, its users passed, and passes its frame on. Returns
     /// whether the frame went to the driver.
-    pub(super) fn part(&self, victim: &Victim, frame: Option<(FrameIndex, Destination)>) -> bool {
+    fn part(
+        &self,
+        victim: &Victim,
+        frame: Option<(FrameIndex, Destination)>,
+        counted: Counted,
+    ) -> bool {
         if let Err(error) = self.unmap(victim) {
             self.quarantine_page(victim, &error);
             let mut state = self.state.lock();
+            state.shrinking_count -= counted as u32;
             match frame {
                 Some((frame, to)) => state.frames_of(to.backing()).quarantine(frame),
                 None => {
@@ -116,6 +122,8 @@ impl Pager {
         }
         self.settle_unmapped(&victim.bar, victim.page);
         let mut state = self.state.lock();
+        // With the frame itself: whoever looks at the books finds it in one of them.
+        state.shrinking_count -= counted as u32;
         let Some((frame, destination)) = frame else {
             let handle = state.frames.drop_old_mapping(victim.frame);
             drop(state);
@@ -151,7 +159,8 @@ impl Pager {
         let mut blocked = Blocked::default();
         let (free, pages, missing) = {
             let mut state = self.state.lock();
-            let leaving = state.frames.leaving();
+            // What other threads take from their pages now is held still, and need not go twice.
+            let leaving = state.frames.leaving() + state.shrinking_count;
             let lingering = state.lingering.iter();
             let releasing = lingering.filter(|entry| entry.frame.is_of_device()).count();
             let excess = state.excess(self.page_bytes()).saturating_sub(releasing as u32 + leaving);
@@ -159,12 +168,19 @@ impl Pager {
             let excess = excess - free.len() as u32;
             let pages = self.take_by_rank(&mut state, excess, &mut blocked);
             let missing = excess - pages.len() as u32;
-            (free, pages, missing)
+            let (idle, in_use): (Taken, Taken) =
+                pages.into_iter().partition(|(_, users)| users.is_empty());
+            state.shrinking_count += idle.len() as u32;
+            let late = in_use.into_iter().map(|taken| linger(taken, Destination::Driver));
+            state.lingering.extend(late);
+            (free, idle, missing)
         };
         for handle in free {
             self.release_handle(handle);
         }
-        self.part_or_linger(pages, Destination::Driver);
+        for (victim, _) in &pages {
+            self.part(victim, Some((victim.frame, Destination::Driver)), Counted::Yes);
+        }
         // What only helps to find faults gives way when the rest cannot.
         let given_up = if missing > 0 { self.give_up_poison() } else { 0 };
         self.changed.notify_all();
@@ -230,12 +246,10 @@ impl Pager {
         for (victim, users) in pages {
             if users.is_empty() {
                 let frame = Some((victim.frame, destination));
-                released += u32::from(self.part(&victim, frame));
+                released += u32::from(self.part(&victim, frame, Counted::No));
                 continue;
             }
-            let Victim { bar, page, frame } = victim;
-            let frame = LingeringFrame::To(frame, destination);
-            self.state.lock().lingering.push(Lingering { bar, page, users, frame });
+            self.state.lock().lingering.push(linger((victim, users), destination));
         }
         released
     }
@@ -456,6 +470,19 @@ impl Pager {
         }
         contradiction.is_none()
     }
+}
+
+/// Whether a page that loses its frame is one of `State::shrinking_count`.
+#[derive(Clone, Copy)]
+enum Counted {
+    No,
+    Yes,
+}
+
+/// The mapping of an evicted page that goes when its users have passed.
+fn linger((victim, users): (Victim, Vec<Ticket>), destination: Destination) -> Lingering {
+    let Victim { bar, page, frame } = victim;
+    Lingering { bar, page, users, frame: LingeringFrame::To(frame, destination) }
 }
 
 /// Frames on their way from evicted pages, in the hands of a thread: a request that lacks frames

@@ -153,6 +153,9 @@ pub(super) struct State {
     /// Device frames of evicted pages whose mappings a thread is removing now: they are on no list
     /// and free in a moment.
     pub(super) parting_count: u32,
+    /// The same of pages that go because the frames held are more than the budget: these frames go
+    /// to the driver.
+    pub(super) shrinking_count: u32,
     /// Requests that wait for frames, in the order in which they came.
     pub(super) queue: VecDeque<u64>,
     next_turn: u64,
@@ -178,6 +181,7 @@ impl State {
             extents: 0,
             ahead_count: 0,
             parting_count: 0,
+            shrinking_count: 0,
             queue: VecDeque::new(),
             next_turn: 0,
             newest: 0,
