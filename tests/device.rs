@@ -466,6 +466,8 @@ fn a_wait_for_the_context_is_bounded_and_sees_all_of_it() {
     let (reader, taker) =
         (world.runtime.create_bar(P).unwrap(), world.runtime.create_bar(P).unwrap());
     let (page, taken) = (reader.allocate(P).unwrap(), taker.allocate(P).unwrap());
+    // No fence on it covers what the other one does.
+    let other = world.driver.stream_create().unwrap();
     for round in 0..20 {
         reader.set_watermark(1).unwrap();
         taker.set_watermark(1).unwrap();
@@ -473,17 +475,19 @@ fn a_wait_for_the_context_is_bounded_and_sees_all_of_it() {
         use_uncovered(&world, &page, round, Duration::from_millis(100));
         if world.driver.version().unwrap() >= 12_050 {
             world.runtime.set_wait_timeout(Duration::from_millis(5));
-            let failed = taken.fault(world.stream).map(drop).unwrap_err();
+            let failed = taken.fault(other).map(drop).unwrap_err();
             assert_eq!(failed.code(), ErrorCode::TimedOut, "{failed}");
             world.runtime.set_wait_timeout(Duration::from_secs(30));
             vbar::set_wait_check(Some(Box::new(|| std::ops::ControlFlow::Break(()))));
-            let failed = taken.fault(world.stream).map(drop).unwrap_err();
+            let failed = taken.fault(other).map(drop).unwrap_err();
             assert_eq!(failed.code(), ErrorCode::Cancelled, "{failed}");
             vbar::set_wait_check(None);
         }
         world.write(&taken, !round, world.stream);
         taker.free_memory(P).unwrap();
     }
+    world.runtime.retire_stream(other).unwrap();
+    world.driver.stream_destroy(other).unwrap();
     let sums = world.sums.read();
     for round in 0..20 {
         assert_eq!(sums[round as usize], pattern_sum(P, round), "round {round}");

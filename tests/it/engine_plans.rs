@@ -241,3 +241,22 @@ fn with_a_thread_of_its_own_cycles_and_the_link_are_measured() {
     assert_eq!((numbers.measured_cycles, numbers.link_ns_per_mib), (0, 0));
     bench.check_shut();
 }
+
+#[test]
+fn tensors_that_share_a_page_are_no_cycle_to_lock_memory_for() {
+    let options = RuntimeOptions { threads: Some(Threads::On), ..budget_options(16) };
+    let mut bench = Bench::new(&[64], options);
+    // As small tensors of one page look in the middle of a first pass.
+    let looked = (0..2000).find(|_| {
+        bench.touch(0, 0);
+        std::thread::sleep(std::time::Duration::from_millis(1));
+        let numbers = bench.world.runtime.engine_numbers();
+        numbers.plans > 0 && numbers.trust > 20
+    });
+    assert!(looked.is_some(), "{:?}", bench.world.runtime.engine_numbers());
+    bench.pass(0);
+    let locked = bench.world.runtime.statistics().locked;
+    assert_eq!(locked.cache_bytes, 0, "what comes once is not kept");
+    bench.world.runtime.set_threads(Threads::Off).unwrap();
+    bench.check_shut();
+}

@@ -58,7 +58,7 @@ impl Plan {
         let mut plan = Self {
             revision,
             sampled,
-            is_settled: sampled,
+            is_settled: false,
             made_at: 0,
             known: 0,
             frames,
@@ -71,6 +71,7 @@ impl Plan {
             turn: 0,
             ranking,
         };
+        plan.is_settled = sampled && plan.may_last();
         plan.lay_out(frames);
         plan
     }
@@ -190,6 +191,13 @@ impl Plan {
 
     fn steps(&self) -> &[CycleStep] {
         &self.ranking.cycle().steps
+    }
+
+    /// Whether it may be the one that lasts. One step again and again is no cycle: small tensors
+    /// that share a page look like that in the middle of a first pass, and what streams by a plan
+    /// made of it is the rest of the model.
+    pub(super) fn may_last(&self) -> bool {
+        self.step_count() > 1
     }
 
     /// Steps of the cycle.

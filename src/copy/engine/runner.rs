@@ -365,7 +365,8 @@ impl Runner {
     fn settle(&mut self, pager: &Pager) {
         let Some(plan) = &mut self.plan else { return };
         let steps = self.steps - plan.made_at;
-        if !plan.is_settled && steps > PATIENT_CYCLES * plan.step_count() as u64 {
+        if !plan.is_settled && plan.may_last() && steps > PATIENT_CYCLES * plan.step_count() as u64
+        {
             plan.is_settled = true;
             let plan = self.plan.take();
             plan.iter().for_each(|plan| self.apply(pager, plan));
