@@ -367,3 +367,36 @@ fn scarce_late_and_shuffled_devices_give_the_same_bytes() {
     bench.check_pass();
     bench.check_shut();
 }
+
+#[test]
+fn models_that_take_turns_stream_through_each_others_frames() {
+    // The older one ranks lower, and the newer one holds all frames when it comes again.
+    let folder = TempDir::new().unwrap();
+    let world = World::with(ROOMY, budget_options(24));
+    let open = |pages: u64| {
+        let path = folder.path().join(format!("{pages}.safetensors"));
+        synthesize(&path, pages * P, SEED).unwrap();
+        world.runtime.open_model(&path).unwrap()
+    };
+    let (older, newer) = (open(20), open(40));
+    let target = world.scratch();
+    let mut expected = 0u64;
+    for bar in [&older, &newer, &older, &newer, &older] {
+        for tensor in 0..bar.model().tensors().len() {
+            let guard = bar.fault(tensor, world.stream).unwrap().resident().expect("it streams");
+            world.sum(guard.address(), guard.bytes(), target, Duration::ZERO, world.stream);
+            expected = expected.wrapping_add(tensor_sum(bar, SEED, tensor));
+        }
+    }
+    assert_eq!(world.word(target, world.stream), expected);
+    // One of a higher class gives nothing.
+    newer.vbar().set_class(1).unwrap();
+    (0..newer.model().tensors().len()).for_each(|tensor| {
+        newer.fault(tensor, world.stream).unwrap().resident().expect("it streams");
+    });
+    let refused = older.fault(0, world.stream).unwrap().offloaded();
+    assert_eq!(refused, Some(Reason::Budget));
+    world.check();
+    drop((older, newer));
+    world.check_shut();
+}

@@ -481,6 +481,14 @@ impl Search<'_> {
         // must have frames to be learned.
         let class = limit.class;
         self.take_from_plans(state, |entry| entry.rank.class <= class);
+        // Nor does a higher rank keep it from streaming through frames of others like it: an order
+        // in which models take turns is learned of faults that are served.
+        for entry in state.order.range(limit..).map(|rank| state.bar(rank.bar)) {
+            let is_like_it = entry.bar.bound().is_some() && entry.kept.is_none();
+            if is_like_it && entry.rank.class == class && entry.bar.id != own.id {
+                self.take_from(&entry.bar, entry.resident.range(entry.floor..).rev().copied());
+            }
+        }
         OwnVictims::Some
     }
 

@@ -11,6 +11,11 @@ use crate::copy::pipeline::Pipeline;
 use crate::counters;
 use crate::error::{Error, ErrorCode};
 use crate::memory::pager::Pager;
+use crate::units::GIB;
+
+/// Pages are for nobody until the last copy is enqueued. A larger request is mapped first and hands
+/// them out one by one, lest other threads wait for the rest of it.
+const BYTES_MAX: u64 = 16 * GIB;
 
 /// Whether bytes may be on their way to pages that are mapped.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -22,7 +27,9 @@ enum Copies {
 impl Pager {
     /// Whether the claims are carried out part by part.
     pub(super) fn is_gradual(&self, placed: &[Placed], filler: &Filler) -> bool {
+        let bytes = placed.len() as u64 * self.page_bytes();
         placed.len() > self.part_pages(filler)
+            && bytes <= BYTES_MAX
             && placed.iter().all(|Placed { claim, before, .. }| {
                 !matches!(claim.take, Take::Victim(_))
                     && *before == Behind::Nothing
