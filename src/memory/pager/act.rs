@@ -58,6 +58,13 @@ impl Placed {
     fn frame(&self) -> FrameIndex {
         self.frame.expect("every claim has its frame at the commit point")
     }
+
+    /// When the page may be used whose last copy is done at `copied`. One between tensors has no
+    /// copies; its frame's former users count all the same.
+    fn ready(&self, filler: &Filler, copied: Ticket) -> Result<Ticket> {
+        let idle = copied.is_none() && !self.claim.users.is_empty();
+        if idle { filler.fence() } else { Ok(copied) }
+    }
 }
 
 /// What is behind a page without a frame.
@@ -324,12 +331,7 @@ impl Pager {
         let mut filled = Ok(());
         filling.run(&mut |job, result| {
             let index = bound[job];
-            let ticket = result.and_then(|ticket| {
-                // A page between tensors has no copies; its frame's former users count all the
-                // same.
-                let idle = ticket.is_none() && !placed[index].claim.users.is_empty();
-                if idle { filler.fence() } else { Ok(ticket) }
-            });
+            let ticket = result.and_then(|ticket| placed[index].ready(&filler, ticket));
             match ticket {
                 Ok(ticket) if filled.is_ok() => ready(index, ticket),
                 Err(error) if filled.is_ok() => filled = Err(error),

@@ -77,26 +77,24 @@ impl Pager {
             Ok(ticket) => tickets.push(ticket),
             Err(error) => failed = Some(error),
         });
-        if let Some(error) = failed {
-            self.give_up(placed, copies);
-            return Err(failure.unwrap_or(Failure::Error(error)));
-        }
-        for (entry, ticket) in placed.iter().zip(&mut tickets) {
-            // No bytes belong there; its frame's former users count all the same.
-            if ticket.is_none() && !entry.claim.users.is_empty() {
-                match filler.fence() {
-                    Ok(fence) => *ticket = fence,
-                    Err(error) => {
-                        self.give_up(placed, copies);
-                        return Err(Failure::Error(error));
-                    }
-                }
+        let ready = match failed {
+            Some(error) => Err(failure.unwrap_or(Failure::Error(error))),
+            None => (placed.iter().zip(&tickets))
+                .map(|(entry, copied)| entry.ready(filler, *copied))
+                .collect::<crate::error::Result<Vec<_>>>()
+                .map_err(Failure::Error),
+        };
+        let ready = match ready {
+            Ok(ready) => ready,
+            Err(failure) => {
+                self.give_up(placed, copies);
+                return Err(failure);
             }
-        }
+        };
         counters::add(&self.device.counters.pages_mapped, placed.len() as u64);
-        let published = placed.iter().zip(tickets);
+        let published = placed.iter().zip(ready);
         let published = published
-            .filter_map(|(entry, ticket)| self.publish(&entry.claim, entry.frame(), ticket))
+            .filter_map(|(entry, ready)| self.publish(&entry.claim, entry.frame(), ready))
             .collect();
         self.changed.notify_all();
         self.trace_memory();
