@@ -462,21 +462,7 @@ impl Pager {
         slot: Option<StreamSlot>,
         capture: CaptureState,
     ) -> Result<std::result::Result<Vec<Protected>, Reason>> {
-        let bound = requests.iter().all(|request| request.bar.bound().is_some());
-        let (mode, writer) = match (capture, slot) {
-            (CaptureState::None, Some(_)) => (Mode::Stream, Some(Writer { stream, slot })),
-            _ => (Mode::Cpu, None),
-        };
-        let strict = self.device.options.eviction == Eviction::Strict;
-        let usable = match mode {
-            // On a capturing stream a bound VBAR is filled on the fill stream, which is none of
-            // the capture's; anything else would have to be recorded or waited for.
-            _ if capture == CaptureState::Implicit => Usable::Nothing,
-            _ if capture != CaptureState::None && !bound => Usable::Nothing,
-            _ if strict => Usable::Passed,
-            Mode::Cpu if !bound => Usable::Passed,
-            _ => Usable::Recorded,
-        };
+        let (usable, writer) = self.usable_for(requests, stream, slot, capture);
         let (mut patience, mut reaping) = (Patience::new(self), Reaping::Frames);
         loop {
             self.device.check()?;
@@ -545,6 +531,32 @@ impl Pager {
                 Planned::Refuse(reason) => return Ok(Err(reason)),
             }
         }
+    }
+
+    /// Which frames a request can use, and who writes to them.
+    fn usable_for(
+        &self,
+        requests: &[Request<'_>],
+        stream: Stream,
+        slot: Option<StreamSlot>,
+        capture: CaptureState,
+    ) -> (Usable, Option<Writer>) {
+        let bound = requests.iter().all(|request| request.bar.bound().is_some());
+        let (mode, writer) = match (capture, slot) {
+            (CaptureState::None, Some(_)) => (Mode::Stream, Some(Writer { stream, slot })),
+            _ => (Mode::Cpu, None),
+        };
+        let strict = self.device.options.eviction == Eviction::Strict;
+        let usable = match mode {
+            // On a capturing stream a bound VBAR is filled on the fill stream, which is none of
+            // the capture's; anything else would have to be recorded or waited for.
+            _ if capture == CaptureState::Implicit => Usable::Nothing,
+            _ if capture != CaptureState::None && !bound => Usable::Nothing,
+            _ if strict => Usable::Passed,
+            Mode::Cpu if !bound => Usable::Passed,
+            _ => Usable::Recorded,
+        };
+        (usable, writer)
     }
 
     /// A refusal of the driver caps the budget and is planned around once: what is resident may
