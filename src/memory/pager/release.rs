@@ -212,18 +212,26 @@ impl Pager {
         Ok(())
     }
 
-    /// Takes up to `count` pages of any VBAR, lowest rank first, whose users a fence covers.
+    /// Takes up to `count` pages of any VBAR, lowest rank first, whose users a fence covers. Of a
+    /// bound one, which fetches what it lacks wherever it lies, those first that nobody uses any
+    /// more: a program enqueues passes ahead, and its last pages are in use until all of them end.
     fn take_by_rank(&self, state: &mut State, count: u32, blocked: &mut Blocked) -> Taken {
         let mut taken: Taken = Vec::new();
         for rank in &state.order {
-            let missing = count as usize - taken.len();
-            if missing == 0 {
+            let entry = state.bar(rank.bar);
+            let mut take = |usable, blocked: &mut Blocked| {
+                let pages = entry.resident.range(entry.floor..).rev().copied();
+                let missing = count as usize - taken.len();
+                taken.extend(take_pages(&self.device, &entry.bar, pages, missing, usable, blocked));
+            };
+            if entry.bar.bound().is_some() {
+                // What is in the way of these is asked again below.
+                take(Usable::Passed, &mut Blocked::default());
+            }
+            take(Usable::Recorded, blocked);
+            if taken.len() == count as usize {
                 break;
             }
-            let entry = state.bar(rank.bar);
-            let pages = entry.resident.range(entry.floor..).rev().copied();
-            let usable = Usable::Recorded;
-            taken.extend(take_pages(&self.device, &entry.bar, pages, missing, usable, blocked));
         }
         self.note_taken(state, &taken);
         taken
