@@ -8,7 +8,7 @@ pub mod fence;
 pub mod ticket;
 pub mod wait;
 
-pub(crate) use parking_lot::{Condvar, Mutex, MutexGuard};
+pub(crate) use parking_lot::{Condvar, Mutex, MutexGuard, Once};
 pub(crate) use std::sync::atomic::{
     AtomicBool, AtomicU32, AtomicU64, Ordering, Ordering::AcqRel, Ordering::Acquire,
     Ordering::Relaxed, Ordering::Release,
