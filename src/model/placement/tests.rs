@@ -68,6 +68,34 @@ fn a_loop_runs_at_its_bound_at_every_budget() {
     }
 }
 
+/// A plan whose link was timed while files were read, or whose compute while nothing else ran: by a
+/// third off, it streams through frames that keep the link busy all the same, and few more.
+#[test]
+fn the_split_is_right_where_the_times_are_not() {
+    for tenths in [1, 2, 3, 5, 8, 10, 15] {
+        let ranking = Ranking::new(loop_of(tenths));
+        let timed = {
+            let mut slower = ranking.clone();
+            slower.set_page_ns(C * 4 / 3);
+            slower
+        };
+        for percent in [10, 25, 50, 75] {
+            let frames = ranking.page_count() * percent / 100;
+            let chosen = timed.place_best(frames).unwrap().streaming_frames();
+            let flow = ranking.place(frames, chosen).unwrap().flow();
+            let bound = bound(ranking.cycle(), flow.loads);
+            let name = (tenths, percent, chosen, flow);
+            assert!(flow.cycle_ns * 1000 <= bound * 1005, "{name:?} over {bound}");
+            // Over the best of all splits with the times as they are.
+            let splits = (1..=64).map(|size| ranking.place(frames, size).unwrap().flow().cycle_ns);
+            let best = splits.min().unwrap();
+            assert!(flow.cycle_ns * 1000 <= best * 1008, "{name:?} of {best}");
+            let right = ranking.place_best(frames).unwrap().flow();
+            assert!(right.cycle_ns * 1000 <= best * 1008, "{name:?}: {right:?} of {best}");
+        }
+    }
+}
+
 #[test]
 fn everything_stays_where_it_fits() {
     let ranking = Ranking::new(loop_of(10));
@@ -208,7 +236,8 @@ fn small_loops_are_near_the_best_of_all_placements() {
             (worst, sum, count) = (worst.max(ratio), sum + ratio, count + 1);
         }
     }
-    assert!(worst <= 1.21 && sum / f64::from(count) <= 1.01, "worst {worst}, sum {sum} of {count}");
+    // The split is made for a faster link too: that costs where there are a handful of frames.
+    assert!(worst <= 1.23 && sum / f64::from(count) <= 1.01, "worst {worst}, sum {sum} of {count}");
 }
 
 #[test]
@@ -239,14 +268,16 @@ fn the_split_settles_at_the_fastest() {
         let least = ranking.place(frames, 1).unwrap().streaming_frames();
         for start in [least, 100] {
             let mut split = Split::new(start, least, frames);
-            let mut changes = Vec::new();
-            for pass in 0..400 {
+            let (mut changes, mut pass) = (Vec::new(), 0);
+            // What is on trial at the end has not been chosen.
+            while pass < 400 || split.is_trying() {
                 let flow = ranking.place(frames, split.frames()).unwrap().flow();
                 let before = split.frames();
                 let (pass_ns, wait_ns, copy_ns) = (flow.cycle_ns, flow.wait_ns, flow.copy_ns);
                 if split.observe(PassMeasured { pass_ns, wait_ns, copy_ns }) != before {
                     changes.push(pass);
                 }
+                pass += 1;
             }
             let flow = ranking.place(frames, split.frames()).unwrap().flow();
             let ratio = flow.cycle_ns as f64 / best.cycle_ns as f64;
