@@ -1,11 +1,13 @@
-//! A large request for pages with bytes of their own, into frames that nobody gives up: the copies
-//! begin while later pages are still being mapped.
+//! A large request for pages with bytes of their own: the copies begin while later pages are still
+//! being mapped.
 //!
 //! Mapping takes 60 us a page of 16 MiB and the copy 300 us: a model of 8 GiB that is mapped first
-//! arrives a fifth later. Nothing is lost before the last page stands, for there are no victims:
-//! when a call fails every page is as it was, once the copies that were begun are done.
+//! arrives a fifth later, and one that streams through frames of its own pages has the link stand
+//! still before each request. It goes part by part: a part's victims lose their pages when it is
+//! mapped. When a call fails, no page of the request has come, once the copies that were begun are
+//! done; the victims of the parts before are gone, all other pages are as they were.
 
-use super::{Backing, Behind, Destination, Failure, Placed, Protected, Take};
+use super::{Asker, Backing, Behind, Destination, Failure, Placed, Protected, Take};
 use crate::copy::fill::Filler;
 use crate::copy::pipeline::Pipeline;
 use crate::counters;
@@ -17,21 +19,17 @@ use crate::units::GIB;
 /// them out one by one, lest other threads wait for the rest of it.
 const BYTES_MAX: u64 = 16 * GIB;
 
-/// Whether bytes may be on their way to pages that are mapped.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Copies {
-    None,
-    Begun,
-}
-
 impl Pager {
-    /// Whether the claims are carried out part by part.
+    /// Whether the claims are carried out part by part. Pages that the engine brings are handed out
+    /// one by one: a fault may wait for the first of them. Strictly, victims go before anything is
+    /// mapped.
     pub(super) fn is_gradual(&self, placed: &[Placed], filler: &Filler) -> bool {
         let bytes = placed.len() as u64 * self.page_bytes();
         placed.len() > self.part_pages(filler)
             && bytes <= BYTES_MAX
             && placed.iter().all(|Placed { claim, before, .. }| {
-                !matches!(claim.take, Take::Victim(_))
+                let gives_up = matches!(claim.take, Take::Victim(_));
+                (!gives_up || claim.asker == Asker::Fault && !self.is_strict())
                     && *before == Behind::Nothing
                     && claim.backing == Backing::Device
                     && claim.bar.bound().is_some()
@@ -53,17 +51,16 @@ impl Pager {
     ) -> Result<Vec<Protected>, Failure> {
         let part_pages = self.part_pages(filler);
         let (mut begun, mut failure, mut tickets) = (0, None, Vec::with_capacity(placed.len()));
-        let mut copies = Copies::None;
         let mut admit = |job: usize| {
             if job < begun {
                 return Ok(());
             }
             let end = placed.len().min(begun + part_pages);
             let part = &mut placed[begun..end];
-            begun = end;
             match self.create_missing(part).and_then(|()| self.map_all(part)) {
                 Ok(()) => {
-                    copies = Copies::Begun;
+                    self.part_with_victims(part);
+                    begun = end;
                     Ok(())
                 }
                 Err(why) => {
@@ -87,7 +84,7 @@ impl Pager {
         let ready = match ready {
             Ok(ready) => ready,
             Err(failure) => {
-                self.give_up(placed, copies);
+                self.give_up(placed, begun);
                 return Err(failure);
             }
         };
@@ -101,13 +98,12 @@ impl Pager {
         Ok(published)
     }
 
-    /// Nothing becomes of the claims. Copies to what is mapped may be under way: those pages and
-    /// their frames come free with them, and nobody waits.
-    fn give_up(&self, placed: Vec<Placed>, copies: Copies) {
-        let may_be_filled = |entry: &Placed| entry.mapped && copies == Copies::Begun;
-        let (mapped, rest): (Vec<_>, Vec<_>) = placed.into_iter().partition(may_be_filled);
+    /// Nothing becomes of the claims. Copies to the first `begun` of them may be under way: those
+    /// pages and their frames come free with them, and nobody waits.
+    fn give_up(&self, mut placed: Vec<Placed>, begun: usize) {
+        let rest = placed.split_off(begun);
         self.undo(rest);
-        for entry in mapped {
+        for entry in placed {
             let destination = match entry.claim.take {
                 Take::Create => Destination::Driver,
                 _ => Destination::FreeList,
