@@ -13,6 +13,7 @@ use crate::error::{ErrorCode, Result};
 use crate::memory::frames::FrameIndex;
 use crate::memory::vbar::Bar;
 use crate::outcome::WaitKind;
+use crate::process;
 use crate::sync::context::WithoutEvent;
 use crate::sync::fence::Cover;
 use crate::sync::ticket::Ticket;
@@ -243,6 +244,10 @@ impl Pager {
     /// frames went to the driver at once.
     pub(super) fn part_or_linger(&self, pages: Taken, destination: Destination) -> u32 {
         let mut released = 0;
+        // The child of a fork that the program made while it waited for their users.
+        if process::ending() {
+            return released;
+        }
         for (victim, users) in pages {
             if users.is_empty() {
                 let frame = Some((victim.frame, destination));
@@ -288,6 +293,7 @@ impl Pager {
     }
 
     fn free_any(&self, bytes: u64) -> Result<Freed> {
+        self.device.check()?;
         let trimmed = {
             let count = self.wanted_pages(bytes);
             let held = u64::from(self.state.lock().frames.held()) * self.page_bytes();
@@ -461,9 +467,13 @@ impl Pager {
         Ok(released.count() as u64 * self.page_bytes())
     }
 
-    /// Frames by the table, and mappings by the words: for tests.
+    /// Frames by the table, and mappings by the words: for tests. In a forked child, and at exit,
+    /// there is nothing to be looked at.
     #[must_use]
     pub fn is_valid(&self) -> bool {
+        if process::ending() {
+            return true;
+        }
         let contradiction = self.state.lock().contradiction();
         if let Some(what) = &contradiction {
             log::error!("the pager's tables contradict themselves: {what}");

@@ -96,8 +96,7 @@ impl Pager {
         let published = published
             .filter_map(|(entry, ready)| self.publish(&entry.claim, entry.frame(), ready))
             .collect();
-        self.changed.notify_all();
-        self.trace_memory();
+        self.notify_changed();
         Ok(published)
     }
 
@@ -114,6 +113,6 @@ impl Pager {
             };
             self.withdraw(&entry.claim, entry.frame(), destination);
         }
-        self.changed.notify_all();
+        self.notify_changed();
     }
 }
