@@ -429,8 +429,8 @@ impl Runtime {
         self.pager().numbers()
     }
 
-    /// Everything that is counted. In a forked child, and at exit, what happened until then; what is
-    /// held is 0 there.
+    /// Everything that is counted. In a forked child, and at exit, what happened until then; what
+    /// is held is 0 there.
     #[must_use]
     pub fn statistics(&self) -> Statistics {
         Statistics::of(self.pager(), self.engine_numbers())
