@@ -24,6 +24,7 @@ use crate::host::memory::{HostLease, HostMemory};
 use crate::host::reading::{ReadBytes, Reading};
 use crate::host::source::ModelFile;
 use crate::model::binding::{Encoding, Segment};
+use crate::process;
 use crate::sync::device::Device;
 use crate::sync::{AtomicBool, AtomicU64, Condvar, Mutex, Once, Relaxed};
 use crate::trace::{self, Kind};
@@ -307,6 +308,10 @@ impl SpanRead {
     /// Gives the read up; `slot` is dropped when no piece of it is being read any more.
     pub(super) fn give_up(&self, slot: impl Send + 'static) {
         self.given_up.store(true, Relaxed);
+        // In a forked child nobody reads.
+        if process::ending() {
+            return;
+        }
         let mut state = self.state.lock();
         if !state.is_done {
             state.left = Some(Box::new(slot));
@@ -314,6 +319,9 @@ impl SpanRead {
     }
 
     fn finish_piece(&self, index: usize, result: Result<()>) {
+        if process::ending() {
+            return;
+        }
         let mut state = self.state.lock();
         if let Err(error) = result
             && state.failure.as_ref().is_none_or(|(first, _)| index < *first)
