@@ -1,11 +1,13 @@
 //! Large requests into free frames: copies begin before the last page is mapped, and a failure at
 //! any call leaves every page as it was.
 
+use std::ops::ControlFlow;
+
 use tempfile::TempDir;
 use vbar::driver::sim::Verb;
 use vbar::driver::{Driver, DriverCode};
 use vbar::model::synth::{synthesize, tensor_seed};
-use vbar::{ErrorCode, ModelBar, Reason, Result, Vbar};
+use vbar::{ErrorCode, Fault, ModelBar, Reason, Result, Vbar, set_wait_check};
 
 use crate::world::{DEVICE, P, World, budget_options, drawn, pattern_sum};
 
@@ -206,5 +208,63 @@ fn a_failure_at_any_call_leaves_everything_as_it_was() {
                 assert!(nth > 1 || never, "{supply:?} {verb} is never called");
             }
         }
+    }
+}
+
+#[test]
+fn a_page_that_has_come_serves_others_before_the_rest_has() {
+    for fails in [false, true] {
+        let folder = TempDir::new().unwrap();
+        let path = folder.path().join("model.safetensors");
+        synthesize(&path, N * P, SEED).unwrap();
+        let world = World::with(crate::world::ROOMY, budget_options(N + 8));
+        // The next stream that is made gets this one's handle: the fill stream.
+        let fill = world.another_stream();
+        world.sim.stream_destroy(fill).unwrap();
+        let bar = world.runtime.open_model(&path).unwrap();
+        world.sim.hold_stream(fill).unwrap();
+        let bench = Bench { world, bar, other: None, _folder: folder };
+        let (world, vbar) = (&bench.world, bench.bar.vbar());
+        let (waits, is_waiting) = std::sync::mpsc::channel();
+        let guard = std::thread::scope(|scope| {
+            let large = scope.spawn(|| {
+                let context = world.runtime.device().context;
+                world.sim.ctx_set_current(Some(context)).unwrap();
+                // For a slot of the ring, whose copies are held.
+                set_wait_check(Some(Box::new(move || {
+                    let _ = waits.send(());
+                    ControlFlow::Continue(())
+                })));
+                bench.fault_all()
+            });
+            is_waiting.recv().unwrap();
+            // Not even for the copy: that is for the stream.
+            set_wait_check(Some(Box::new(|| ControlFlow::Break(()))));
+            let guard = vbar.fault(0..P, world.stream).map(Fault::resident);
+            set_wait_check(None);
+            if fails {
+                world.sim.fail(Verb::MemMap, 0, 1000, DriverCode::INVALID_VALUE);
+            }
+            world.sim.release_stream(fill).unwrap();
+            let ended = large.join().unwrap();
+            match fails {
+                true => assert_eq!(ended.unwrap_err().code(), ErrorCode::Driver),
+                false => assert_eq!(ended.unwrap(), None),
+            }
+            guard.unwrap().expect("the page has come")
+        });
+        world.sim.heal();
+        if fails {
+            // It is in use; the others are as they were.
+            world.sim.ctx_synchronize().unwrap();
+            world.runtime.refresh().unwrap();
+            let rest = ".".repeat(bench.pages() as usize - 1);
+            assert_eq!(drawn(vbar, u32::MAX), format!("P{rest}"));
+            assert_eq!(world.used(), 1);
+        }
+        drop(guard);
+        assert_eq!(bench.fault_all().unwrap(), None);
+        bench.check_bytes();
+        bench.check_shut();
     }
 }

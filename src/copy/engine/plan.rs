@@ -64,7 +64,7 @@ impl Plan {
             frames,
             longest_compute_ns: longest.unwrap_or(0),
             layout: Layout::default(),
-            split: Split::new(0, 0, 0),
+            split: Split::new(0, 0, 0, 0),
             position: Position::new(steps),
             throughout: Kept::new(),
             turns: Vec::new(),
@@ -105,7 +105,7 @@ impl Plan {
         };
         let streaming = layout.streaming_frames();
         let most = streaming.saturating_mul(MOST_TIMES).min(few);
-        self.split = Split::new(streaming, least.min(streaming), most);
+        self.split = Split::new(streaming, least.min(streaming), most, self.page_ns());
         self.adopt(layout);
     }
 

@@ -21,6 +21,7 @@ use crate::memory::frames::FrameIndex;
 use crate::memory::page_table::{Page, PageState};
 use crate::options::Eviction;
 use crate::outcome::Reason;
+use crate::process;
 use crate::sync::fence::StreamSlot;
 use crate::sync::ticket::Ticket;
 use crate::trace::Kind;
@@ -257,8 +258,7 @@ impl Pager {
         for (entry, _) in placed.iter().zip(is_published).filter(|(_, published)| !published) {
             self.withdraw(&entry.claim, entry.frame(), entry.claim.backing.destination());
         }
-        self.changed.notify_all();
-        self.trace_memory();
+        self.notify_changed();
         filled.map_or_else(|error| Err(Failure::Error(error)), |()| Ok(published))
     }
 
@@ -401,6 +401,9 @@ impl Pager {
     /// may be under way to it, and the frame's former users may not be done. Nobody can pin it in
     /// between.
     fn withdraw(&self, claim: &Claim, frame: FrameIndex, destination: Destination) {
+        if process::ending() {
+            return;
+        }
         let mut users = claim.users.clone();
         if claim.bar.bound().is_some() {
             // A fence that nobody records never passes: without one the copies are waited for.
@@ -422,8 +425,12 @@ impl Pager {
         self.state.lock().lingering.push(lingering);
     }
 
-    /// Undoes everything before the commit point.
+    /// Undoes everything before the commit point; nothing where the process ends, as the child does
+    /// of a fork that the program made while it waited.
     fn undo(&self, placed: Vec<Placed>) {
+        if process::ending() {
+            return;
+        }
         for entry in placed {
             let Placed { claim, frame, mapped, before, .. } = entry;
             let lost = mapped && self.undo_mapping(&claim);
@@ -463,6 +470,14 @@ impl Pager {
                 drop(state);
                 handle.map(|handle| self.release_to(claim.backing, handle));
             }
+        }
+    }
+
+    /// Pages have come, or do not come after all: whoever waits for them looks again.
+    fn notify_changed(&self) {
+        if !process::ending() {
+            self.changed.notify_all();
+            self.trace_memory();
         }
     }
 

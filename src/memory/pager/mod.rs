@@ -11,6 +11,7 @@ mod ahead;
 mod claim;
 mod close;
 mod follow;
+mod hands;
 mod hold;
 mod host;
 mod host_mapped;
@@ -56,6 +57,7 @@ pub use reclaim::Reclaim;
 pub use release::{Freed, Shortfall};
 
 use act::{Failure, Writer};
+use hands::{Grip, InHand};
 use host_mapped::Host;
 use patience::Patience;
 use plan::{Planned, Protected, Standing, Usable};
@@ -479,7 +481,7 @@ impl Pager {
             }
             self.prepare_poison()?;
             let begin_ns = trace::begin();
-            let planned = {
+            let (planned, _in_hand) = {
                 let mut state = self.state.lock();
                 for request in requests {
                     let end = u64::from(request.pages.end) * self.page_bytes();
@@ -488,7 +490,9 @@ impl Pager {
                 self.update_eager(&state);
                 let (turn, reclaim) = (patience.turn, patience.reclaim());
                 let standing = Standing { turn, reclaim, capture };
-                plan::plan(&mut state, &self.device, requests, usable, standing)?
+                let planned = plan::plan(&mut state, &self.device, requests, usable, standing)?;
+                let acts = matches!(planned, Planned::Act(..));
+                (planned, acts.then(|| InHand::new(self, &mut state, Grip::Coming)))
             };
             match planned {
                 Planned::Ready(protected) => {

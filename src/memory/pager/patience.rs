@@ -12,6 +12,7 @@ use super::{Pager, Reclaim};
 use crate::driver::CaptureState;
 use crate::error::Result;
 use crate::outcome::WaitKind;
+use crate::process;
 use crate::sync::fence::StreamSlot;
 use crate::sync::wait::Wait;
 use crate::units::Stream;
@@ -96,7 +97,9 @@ impl<'a> Patience<'a> {
 
 impl Drop for Patience<'_> {
     fn drop(&mut self) {
-        if let Some(turn) = self.turn {
+        if let Some(turn) = self.turn
+            && !process::ending()
+        {
             self.pager.state.lock().queue.retain(|waiting| *waiting != turn);
         }
     }

@@ -8,6 +8,7 @@
 use std::sync::{Arc, Weak};
 
 use super::Pager;
+use crate::process;
 
 /// A holder of frames that can do without some.
 pub trait Reclaim: Send + Sync {
@@ -20,7 +21,9 @@ impl Pager {
     /// Registers who is asked for frames before pages are evicted; the last one registered counts.
     /// It is not kept alive.
     pub fn set_reclaim(&self, reclaim: &Arc<dyn Reclaim>) {
-        *self.reclaim.lock() = Some(Arc::downgrade(reclaim));
+        if !process::ending() {
+            *self.reclaim.lock() = Some(Arc::downgrade(reclaim));
+        }
     }
 
     /// Who is registered, if it still lives.

@@ -3,9 +3,11 @@
 //!
 //! More streaming frames let the link run further ahead; fewer leave room for residents, so that
 //! there is less to stream. [`Split`] tries a change for a few passes and keeps it only if the
-//! middle one of them was the better for it. A direction that did not pay is tried again after
-//! twice as many passes, up to 64, so it settles instead of swinging; and what small changes have
-//! made slower together goes back to the best that was measured.
+//! middle one of them was the better for it. Fewer are tried only where the least of them could save
+//! some hundredths of the loads: for less the bad passes of a trial are not worth it. A direction
+//! that did not pay is tried again after twice as many passes, up to 64, so it settles instead of
+//! swinging; and what small changes have made slower together goes back to the best that was
+//! measured.
 
 use super::phases::Layout;
 use super::{Placement, Ranking, TooFewFrames};
@@ -20,6 +22,8 @@ const PATIENCE_MAX: u32 = 64;
 /// into page-locked memory, and each trial costs a few passes. More are tried only where the link
 /// stands still and the GPU waits: that is a choice which was wrong.
 const PATIENCE_FIRST: [u32; 2] = [4, 16];
+/// Fewer frames are tried where the least could save one part in this many of the time on the link.
+const TRIAL_GAIN: u64 = 64;
 /// Passes whose middle one counts.
 const PASSES: usize = 3;
 
@@ -127,6 +131,8 @@ pub struct Split {
     frames: u32,
     least: u32,
     most: u32,
+    /// Time of a page on the link.
+    page_ns: u64,
     /// The best that was measured so far, first the model's choice: frames, and the time of a pass
     /// with them once it is known. What is slower than that by half a hundredth goes back to it.
     best: (u32, Option<u64>),
@@ -140,14 +146,15 @@ pub struct Split {
 }
 
 impl Split {
-    /// Begins with `frames` streaming frames, of `least` to `most`.
+    /// Begins with `frames` streaming frames, of `least` to `most`, for a link that takes `page_ns`
+    /// a page.
     #[must_use]
-    pub fn new(frames: u32, least: u32, most: u32) -> Self {
+    pub fn new(frames: u32, least: u32, most: u32, page_ns: u64) -> Self {
         let most = most.max(least);
         let frames = frames.clamp(least, most);
         let (phase, recent) = (Phase::Steady(0), Vec::new());
         let (best, patience) = ((frames, None), PATIENCE_FIRST);
-        Self { frames, least, most, best, phase, settling: true, recent, patience }
+        Self { frames, least, most, page_ns, best, phase, settling: true, recent, patience }
     }
 
     /// Streaming frames to be used now.
@@ -214,7 +221,7 @@ impl Split {
         let tried = directions.find(|direction| {
             let possible = match direction {
                 Direction::More => waits && link_is_idle && self.frames < self.most,
-                Direction::Fewer => self.frames > self.least,
+                Direction::Fewer => self.frames > self.least && self.may_save(pass),
             };
             possible && passes >= self.patience[*direction as usize]
         });
@@ -225,6 +232,13 @@ impl Split {
             Direction::Fewer => (before - (before / 8).max(1)).max(self.least),
         };
         self.change(frames, Phase::Trying { direction, before, before_ns });
+    }
+
+    /// Whether fewer frames could save enough to be worth trials, of which each bad pass may take a
+    /// tenth longer: a frame saves one load.
+    fn may_save(&self, pass: PassMeasured) -> bool {
+        let saved_ns = u64::from(self.frames - self.least).saturating_mul(self.page_ns);
+        saved_ns >= pass.copy_ns / TRIAL_GAIN
     }
 
     fn judge(&mut self, direction: Direction, before: u32, before_ns: u64) {

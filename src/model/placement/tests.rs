@@ -267,7 +267,7 @@ fn the_split_settles_at_the_fastest() {
         let best = ranking.place_best(frames).unwrap().flow();
         let least = ranking.place(frames, 1).unwrap().streaming_frames();
         for start in [least, 100] {
-            let mut split = Split::new(start, least, frames);
+            let mut split = Split::new(start, least, frames, ranking.cycle().page_ns);
             let (mut changes, mut pass) = (Vec::new(), 0);
             // What is on trial at the end has not been chosen.
             while pass < 400 || split.is_trying() {
@@ -286,7 +286,7 @@ fn the_split_settles_at_the_fastest() {
             assert!(late <= 16, "{tenths} {percent} from {start}: {changes:?}");
         }
     }
-    assert_eq!(Split::new(50, 2, 20).frames(), 20);
+    assert_eq!(Split::new(50, 2, 20, 1).frames(), 20);
 }
 
 /// Passes that take up to 2 % more or less than they should: luck moves the split, and what that
@@ -300,7 +300,7 @@ fn noise_does_not_lead_the_split_away_from_the_models_choice() {
         let flow_of = |streaming| ranking.place(frames, streaming).unwrap().flow();
         let chosen = ranking.place_best(frames).unwrap().streaming_frames();
         let least = ranking.place(frames, 1).unwrap().streaming_frames();
-        let mut split = Split::new(chosen, least, frames.min(chosen * 4));
+        let mut split = Split::new(chosen, least, frames.min(chosen * 4), ranking.cycle().page_ns);
         let mut number = seed as u64;
         let (mut sum, mut changes) = (0, Vec::new());
         for pass in 0..1000u64 {
@@ -323,7 +323,7 @@ fn noise_does_not_lead_the_split_away_from_the_models_choice() {
 
 #[test]
 fn a_trial_that_does_not_pay_ends_after_two_bad_passes_and_comes_back_rarely() {
-    let mut split = Split::new(40, 10, 100);
+    let mut split = Split::new(40, 10, 100, 1);
     let mut slow = 0;
     for _ in 0..1000 {
         // Slower with any other number of frames than 40.
@@ -333,6 +333,17 @@ fn a_trial_that_does_not_pay_ends_after_two_bad_passes_and_comes_back_rarely() {
     }
     // In each direction after 2, 4, ... 64 passes and then each 64, of three passes.
     assert!(slow <= 3 * 2 * (6 + 1000 / 67), "{slow}");
+}
+
+#[test]
+fn a_few_frames_less_of_thousands_of_loads_are_not_worth_a_trial() {
+    // The least is 30 frames less, which are 30 ns less on the link.
+    for (copy_ns, is_tried) in [(1900, true), (2000, false)] {
+        let mut split = Split::new(40, 10, 100, 1);
+        let pass = PassMeasured { pass_ns: 3000, wait_ns: 0, copy_ns };
+        let fewest = (0..200).map(|_| split.observe(pass)).min().unwrap();
+        assert_eq!(fewest < 40, is_tried, "{copy_ns} {fewest}");
+    }
 }
 
 #[test]
