@@ -22,6 +22,7 @@ mod patience;
 mod plan;
 mod poison;
 mod poll;
+mod reaping;
 mod reclaim;
 mod release;
 mod state;
@@ -62,7 +63,8 @@ use host_mapped::Host;
 use patience::Patience;
 use plan::{Planned, Protected, Standing, Usable};
 pub(in crate::memory) use poll::Poll;
-use release::{Excess, Reaping};
+use reaping::Reaping;
+use release::Excess;
 use state::State;
 
 /// See the module's text.

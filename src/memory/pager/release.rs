@@ -44,15 +44,6 @@ pub struct Freed {
     pub shortfall: Option<Shortfall>,
 }
 
-/// Which mappings that outlasted their pages are removed.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) enum Reaping {
-    /// Those whose frames come free with them. Old mappings of frames that have moved can wait for
-    /// whoever needs their addresses.
-    Frames,
-    All,
-}
-
 impl Pager {
     /// Removes mappings that outlasted their pages and whose users have passed, and lets go of the
     /// program's memory that VBARs which are gone were bound to.
@@ -90,17 +81,6 @@ impl Pager {
         }
         self.look_after_closing();
         Ok(())
-    }
-
-    /// As [`Pager::reap`], of [`Reaping::Frames`] unless no frame can come of it. Returns what was
-    /// done: `All` also where there was nothing to do.
-    pub(super) fn reap_for(&self, reaping: Reaping) -> Result<Reaping> {
-        let can_wait = reaping == Reaping::Frames && {
-            let state = self.state.lock();
-            let moved = |entry: &Lingering| entry.frame == LingeringFrame::Moved;
-            state.closing == 0 && !state.lingering.is_empty() && state.lingering.iter().all(moved)
-        };
-        if can_wait { Ok(Reaping::Frames) } else { self.reap().map(|()| Reaping::All) }
     }
 
     fn passed(&self, users: &[Ticket]) -> Result<bool> {

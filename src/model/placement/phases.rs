@@ -9,9 +9,9 @@
 //! goes. Gaps that repeat are kept or dropped together, and among ones of equal length those pages
 //! stay that the ranking gives up last, so that what streams of a loop is spread over it.
 //!
-//! Frames for streaming are left free at each step: as many as the parts of the cycle that come once
-//! are best with; where passes repeat, no more than the step in use and the next stream; none inside
-//! of a phase all of whose pages are kept, where nothing streams.
+//! Frames for streaming are left free at each step: as many as the parts of the cycle that come
+//! once are best with; where passes repeat, no more than the step in use and the next stream; none
+//! inside of a phase all of whose pages are kept, where nothing streams.
 
 use std::collections::HashMap;
 
