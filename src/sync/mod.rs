@@ -10,6 +10,7 @@ pub mod ticket;
 pub mod wait;
 
 pub(crate) use lock::{Condvar, Mutex, MutexGuard};
+pub(crate) use parking_lot::Once;
 pub(crate) use std::sync::atomic::{
     AtomicBool, AtomicU32, AtomicU64, Ordering, Ordering::AcqRel, Ordering::Acquire,
     Ordering::Relaxed, Ordering::Release,

@@ -18,6 +18,8 @@ const SEED: u64 = 5;
 struct Bench {
     world: World,
     bar: ModelBar,
+    /// Whose pages have the frames at first.
+    other: Option<Vbar>,
     _folder: TempDir,
 }
 
@@ -26,6 +28,8 @@ struct Bench {
 enum Supply {
     Fresh,
     Free,
+    /// Behind pages of another VBAR.
+    Taken,
 }
 
 fn bench(supply: Supply) -> Bench {
@@ -39,7 +43,15 @@ fn bench(supply: Supply) -> Bench {
         world.touch(&closing, 0..N + 8).unwrap();
         closing.destroy_wait().unwrap();
     }
-    Bench { world, bar, _folder: folder }
+    let mut other = None;
+    if supply == Supply::Taken {
+        let taken = world.vbar(N + 8);
+        world.touch(&taken, 0..N + 8).unwrap();
+        bar.vbar().prioritise().unwrap();
+        world.sim.ctx_synchronize().unwrap();
+        other = Some(taken);
+    }
+    Bench { world, bar, other, _folder: folder }
 }
 
 impl Bench {
@@ -85,9 +97,9 @@ impl Bench {
     }
 
     fn check_shut(self) {
-        let Self { world, bar, .. } = self;
+        let Self { world, bar, other, .. } = self;
         world.check();
-        drop(bar);
+        drop((bar, other));
         world.check_shut();
     }
 }
@@ -103,6 +115,58 @@ fn copies_begin_before_the_last_page_is_mapped() {
     assert_eq!(bench.fault_all().unwrap(), None);
     bench.check_bytes();
     bench.check_shut();
+}
+
+/// As where a model streams through frames that others, or its own pages, have to give up.
+#[test]
+fn copies_into_frames_of_other_pages_begin_before_the_last_page_is_mapped() {
+    let bench = bench(Supply::Taken);
+    let sim = &bench.world.sim;
+    let (mapped, copied) = (sim.calls(Verb::MemMap), sim.calls(Verb::MemcpyHtodAsync));
+    sim.fail_nth(Verb::MemMap, bench.pages(), DriverCode::INVALID_VALUE);
+    assert_eq!(bench.fault_all().unwrap_err().code(), ErrorCode::Driver);
+    assert!(sim.calls(Verb::MemMap) - mapped >= bench.pages());
+    assert!(sim.calls(Verb::MemcpyHtodAsync) > copied);
+    sim.heal();
+    assert_eq!(bench.fault_all().unwrap(), None);
+    bench.check_bytes();
+    bench.check_shut();
+}
+
+/// No page of the request has come; of the others those are gone whose frames had been taken.
+#[test]
+fn a_failure_at_any_call_that_takes_frames_of_other_pages_breaks_nothing() {
+    for verb in [Verb::MemMap, Verb::MemSetAccess, Verb::MemcpyHtodAsync, Verb::EventRecord] {
+        let mut nth = 1;
+        loop {
+            let bench = bench(Supply::Taken);
+            let (name, before) = (format!("{verb} {nth}"), drawn(bench.bar.vbar(), u32::MAX));
+            let (sim, used) = (&bench.world.sim, bench.world.used());
+            sim.fail_nth(verb, nth, DriverCode::INVALID_VALUE);
+            let failed = match bench.fault_all() {
+                Ok(refused) => refused.map(|reason| panic!("{name}: {reason}")),
+                Err(error) => {
+                    assert_eq!(error.code(), ErrorCode::Driver, "{name}");
+                    Some(())
+                }
+            };
+            sim.heal();
+            sim.ctx_synchronize().unwrap();
+            bench.world.runtime.refresh().unwrap();
+            if failed.is_some() {
+                assert_eq!(drawn(bench.bar.vbar(), u32::MAX), before, "{name}");
+                assert!(bench.world.used() <= used, "{name}");
+            }
+            assert_eq!(bench.fault_all().unwrap(), None, "{name}");
+            bench.check_bytes();
+            bench.check_shut();
+            if failed.is_none() {
+                break;
+            }
+            nth += 3;
+        }
+        assert!(nth > 1, "{verb} is never called");
+    }
 }
 
 #[test]
@@ -158,7 +222,7 @@ fn a_page_that_has_come_serves_others_before_the_rest_has() {
         world.sim.stream_destroy(fill).unwrap();
         let bar = world.runtime.open_model(&path).unwrap();
         world.sim.hold_stream(fill).unwrap();
-        let bench = Bench { world, bar, _folder: folder };
+        let bench = Bench { world, bar, other: None, _folder: folder };
         let (world, vbar) = (&bench.world, bench.bar.vbar());
         let (waits, is_waiting) = std::sync::mpsc::channel();
         let guard = std::thread::scope(|scope| {

@@ -89,7 +89,6 @@ impl Pager {
         claims: Vec<Claim>,
         writer: Option<Writer>,
     ) -> std::result::Result<Vec<Protected>, Failure> {
-        let strict = self.device.options.eviction == Eviction::Strict;
         let mut placed = self.place(claims);
         // Read while the mappings are made.
         let filler = match self.filler_for(&placed) {
@@ -99,12 +98,20 @@ impl Pager {
                 return Err(Failure::Error(error));
             }
         };
-        if let Some(filler) = filler.as_ref().filter(|filler| self.is_gradual(&placed, filler)) {
-            let filling = filler.begin(fill_jobs(&placed));
-            return self.act_gradually(placed, filler, filling);
-        }
         let filling = filler.as_ref().map(|filler| filler.begin(fill_jobs(&placed)));
-        let done = if strict { self.unmap_victims_first(&mut placed) } else { Ok(()) }
+        // Old mappings of frames that have moved go while the bytes are on their way.
+        if let Err(error) = self.reap() {
+            drop(filling);
+            self.undo(placed);
+            return Err(Failure::Error(error));
+        }
+        let filling = match (filling, filler.as_ref()) {
+            (Some(filling), Some(filler)) if self.is_gradual(&placed, filler) => {
+                return self.act_gradually(placed, filler, filling);
+            }
+            (filling, _) => filling,
+        };
+        let done = if self.is_strict() { self.unmap_victims_first(&mut placed) } else { Ok(()) }
             .and_then(|()| self.lift_claimed(&placed))
             .and_then(|()| self.create_missing(&mut placed))
             .and_then(|()| self.map_all(&mut placed))
@@ -114,6 +121,10 @@ impl Pager {
             return Err(failure);
         }
         self.commit(placed, writer, filling)
+    }
+
+    fn is_strict(&self) -> bool {
+        self.device.options.eviction == Eviction::Strict
     }
 
     fn place(&self, claims: Vec<Claim>) -> Vec<Placed> {
@@ -235,26 +246,7 @@ impl Pager {
         filling: Option<Pipeline<'_>>,
     ) -> std::result::Result<Vec<Protected>, Failure> {
         counters::add(&self.device.counters.pages_mapped, placed.len() as u64);
-        let mut lingering = Vec::new();
-        for entry in &placed {
-            if let Take::Victim(victim) = &entry.claim.take {
-                counters::add(&self.device.counters.pages_evicted, 1);
-                self.trace_evict(victim);
-                self.part_with_victim(victim, &entry.claim.users, &mut lingering);
-            }
-        }
-        {
-            let mut state = self.state.lock();
-            for old in &lingering {
-                state.frames.leave_mapping(old.bar.table.page(old.page).frame());
-            }
-            state.lingering.extend(lingering);
-            for entry in &placed {
-                if let Take::Victim(victim) = &entry.claim.take {
-                    state.sink_watermark(victim.bar.id, victim.page, self.device.fences.now());
-                }
-            }
-        }
+        self.part_with_victims(&placed);
         let mut published = Vec::with_capacity(placed.len());
         let mut is_published = vec![false; placed.len()];
         let filled = self.make_ready(&placed, writer, filling, &mut |index, ticket| {
@@ -268,6 +260,28 @@ impl Pager {
         }
         self.notify_changed();
         filled.map_or_else(|error| Err(Failure::Error(error)), |()| Ok(published))
+    }
+
+    /// The victims lose their pages: there is no way back.
+    fn part_with_victims(&self, placed: &[Placed]) {
+        let mut lingering = Vec::new();
+        for entry in placed {
+            if let Take::Victim(victim) = &entry.claim.take {
+                counters::add(&self.device.counters.pages_evicted, 1);
+                self.trace_evict(victim);
+                self.part_with_victim(victim, &entry.claim.users, &mut lingering);
+            }
+        }
+        let mut state = self.state.lock();
+        for old in &lingering {
+            state.frames.leave_mapping(old.bar.table.page(old.page).frame());
+        }
+        state.lingering.extend(lingering);
+        for entry in placed {
+            if let Take::Victim(victim) = &entry.claim.take {
+                state.sink_watermark(victim.bar.id, victim.page, self.device.fences.now());
+            }
+        }
     }
 
     /// The old mapping goes now if its users have passed, else when they have.

@@ -62,7 +62,7 @@ use host_mapped::Host;
 use patience::Patience;
 use plan::{Planned, Protected, Standing, Usable};
 pub(in crate::memory) use poll::Poll;
-use release::Excess;
+use release::{Excess, Reaping};
 use state::State;
 
 /// See the module's text.
@@ -479,7 +479,7 @@ impl Pager {
             Mode::Cpu if !bound => Usable::Passed,
             _ => Usable::Recorded,
         };
-        let mut patience = Patience::new(self);
+        let (mut patience, mut reaping) = (Patience::new(self), Reaping::Frames);
         loop {
             self.device.check()?;
             // After a refusal the cap that it set holds for this request: what the driver calls
@@ -487,7 +487,7 @@ impl Pager {
             if patience.refused_once.is_none() {
                 self.poll_budget(Poll::IfDue)?;
             }
-            self.reap()?;
+            reaping = self.reap_for(reaping)?;
             if self.shrink()? == Excess::Unknown && patience.may_wait_for_context(capture) {
                 self.device.context_wait()?;
                 self.reap_now()?;
@@ -518,6 +518,14 @@ impl Pager {
                             }
                         }
                     }
+                }
+                Planned::Wait(_)
+                | Planned::Reclaim(_)
+                | Planned::ContextWait
+                | Planned::Refuse(_)
+                    if reaping == Reaping::Frames =>
+                {
+                    reaping = Reaping::All;
                 }
                 Planned::LeaveHost(taken) => drop(self.part_with_hosted(taken)),
                 Planned::Reclaim(frames) => patience.ask_for(frames),

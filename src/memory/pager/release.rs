@@ -6,7 +6,7 @@
 use std::sync::Arc;
 
 use super::Pager;
-use super::hands::{Grip, InHand};
+use super::hands::{Grip, InHand, Parting};
 use super::plan::{Backing, Blocked, Taken, Usable, Victim, take_pages};
 use super::state::{Destination, Lingering, LingeringFrame, State};
 use crate::counters;
@@ -44,6 +44,15 @@ pub struct Freed {
     pub shortfall: Option<Shortfall>,
 }
 
+/// Which mappings that outlasted their pages are removed.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Reaping {
+    /// Those whose frames come free with them. Old mappings of frames that have moved can wait for
+    /// whoever needs their addresses.
+    Frames,
+    All,
+}
+
 impl Pager {
     /// Removes mappings that outlasted their pages and whose users have passed, and lets go of the
     /// program's memory that VBARs which are gone were bound to.
@@ -75,6 +84,17 @@ impl Pager {
         }
         self.look_after_closing();
         Ok(())
+    }
+
+    /// As [`Pager::reap`], of [`Reaping::Frames`] unless no frame can come of it. Returns what was
+    /// done: `All` also where there was nothing to do.
+    pub(super) fn reap_for(&self, reaping: Reaping) -> Result<Reaping> {
+        let can_wait = reaping == Reaping::Frames && {
+            let state = self.state.lock();
+            let moved = |entry: &Lingering| entry.frame == LingeringFrame::Moved;
+            state.closing == 0 && !state.lingering.is_empty() && state.lingering.iter().all(moved)
+        };
+        if can_wait { Ok(Reaping::Frames) } else { self.reap().map(|()| Reaping::All) }
     }
 
     /// Whether work is known to be done.
@@ -209,18 +229,26 @@ impl Pager {
         Ok(())
     }
 
-    /// Takes up to `count` pages of any VBAR, lowest rank first, whose users a fence covers.
+    /// Takes up to `count` pages of any VBAR, lowest rank first, whose users a fence covers. Of a
+    /// bound one, which fetches what it lacks wherever it lies, those first that nobody uses any
+    /// more: a program enqueues passes ahead, and its last pages are in use until all of them end.
     fn take_by_rank(&self, state: &mut State, count: u32, blocked: &mut Blocked) -> Taken {
         let mut taken: Taken = Vec::new();
         for rank in &state.order {
-            let missing = count as usize - taken.len();
-            if missing == 0 {
+            let entry = state.bar(rank.bar);
+            let mut take = |usable, blocked: &mut Blocked| {
+                let pages = entry.resident.range(entry.floor..).rev().copied();
+                let missing = count as usize - taken.len();
+                taken.extend(take_pages(&self.device, &entry.bar, pages, missing, usable, blocked));
+            };
+            if entry.bar.bound().is_some() {
+                // What is in the way of these is asked again below.
+                take(Usable::Passed, &mut Blocked::default());
+            }
+            take(Usable::Recorded, blocked);
+            if taken.len() == count as usize {
                 break;
             }
-            let entry = state.bar(rank.bar);
-            let pages = entry.resident.range(entry.floor..).rev().copied();
-            let usable = Usable::Recorded;
-            taken.extend(take_pages(&self.device, &entry.bar, pages, missing, usable, blocked));
         }
         self.note_taken(state, &taken);
         taken
@@ -520,31 +548,6 @@ enum Counted {
 fn linger((victim, users): (Victim, Vec<Ticket>), destination: Destination) -> Lingering {
     let Victim { bar, page, frame } = victim;
     Lingering { bar, page, users, frame: LingeringFrame::To(frame, destination) }
-}
-
-/// Frames on their way from evicted pages, in the hands of a thread: a request that lacks frames
-/// waits for its end.
-pub(super) struct Parting<'a> {
-    pager: &'a Pager,
-    count: u32,
-    _in_hand: Option<InHand<'a>>,
-}
-
-impl<'a> Parting<'a> {
-    pub(super) fn new(pager: &'a Pager, state: &mut State, frames: usize) -> Self {
-        let count = frames as u32;
-        state.parting_count += count;
-        let in_hand = (count > 0).then(|| InHand::new(pager, state, Grip::Leaving));
-        Self { pager, count, _in_hand: in_hand }
-    }
-}
-
-impl Drop for Parting<'_> {
-    fn drop(&mut self) {
-        if self.count > 0 {
-            self.pager.state.lock().parting_count -= self.count;
-        }
-    }
 }
 
 /// What is left above the budget.

@@ -15,7 +15,7 @@
 use std::collections::HashMap;
 
 use super::occupancy::Occupancy;
-use super::pipeline::{Flow, flow};
+use super::pipeline::{Flow, Forecast, forecast};
 use super::visits::Visit;
 use super::{Placement, Ranking, TooFewFrames};
 use crate::model::schedule::PageRef;
@@ -32,7 +32,7 @@ pub struct Layout {
     stays: HashMap<PageRef, Vec<Visit>>,
     /// Frames for what comes and goes at once.
     streaming_frames: u32,
-    flow: Option<Flow>,
+    forecast: Option<Forecast>,
 }
 
 /// Gaps of a page that follow each other and are alike.
@@ -68,7 +68,11 @@ impl Layout {
     /// What a steady cycle comes to; `None` where nothing was placed.
     #[must_use]
     pub fn flow(&self) -> Option<Flow> {
-        self.flow
+        self.forecast.map(|forecast| forecast.flow)
+    }
+
+    pub(super) fn forecast(&self) -> Option<Forecast> {
+        self.forecast
     }
 
     /// Whether some pages are kept for a part of the cycle.
@@ -127,7 +131,7 @@ impl Placement<'_> {
             residents: self.residents().to_vec(),
             stays: HashMap::new(),
             streaming_frames: self.streaming_frames,
-            flow: Some(self.flow()),
+            forecast: Some(self.forecast()),
         }
     }
 }
@@ -254,10 +258,9 @@ impl Ranking {
             }
         }
         loads.sort_unstable();
-        let compute: Vec<u64> = self.cycle.steps.iter().map(|step| step.compute_ns).collect();
         let passing = frames - u32::try_from(residents.len()).ok()?;
-        let flow = flow(&compute, &loads, passing, self.cycle.page_ns)?;
-        Some(Layout { step_count: steps, residents, stays, streaming_frames, flow: Some(flow) })
+        let forecast = Some(forecast(&self.cycle, &loads, passing)?);
+        Some(Layout { step_count: steps, residents, stays, streaming_frames, forecast })
     }
 }
 

@@ -1,10 +1,12 @@
-//! A large request for pages with bytes of their own, into frames that nobody gives up: the copies
-//! begin while later pages are still being mapped.
+//! A large request for pages with bytes of their own: the copies begin while later pages are still
+//! being mapped.
 //!
 //! Mapping takes 60 us a page of 16 MiB and the copy 300 us: a model of 8 GiB that is mapped first
-//! arrives a fifth later. Nothing is lost before the last page stands, for there are no victims:
-//! when a call fails every page is as it was, once the copies that were begun are done, but for
-//! those that somebody else has faulted meanwhile.
+//! arrives a fifth later, and one that streams through frames of its own pages has the link stand
+//! still before each request. It goes part by part: a part's victims lose their pages when it is
+//! mapped. When a call fails, no page of the request has come, once the copies that were begun are
+//! done, but for those that somebody else has faulted meanwhile; the victims of the parts before
+//! are gone, all other pages are as they were.
 
 use std::cell::RefCell;
 
@@ -21,21 +23,17 @@ use crate::units::GIB;
 /// A larger request is mapped first: taking back what has come of it would take its time.
 const BYTES_MAX: u64 = 16 * GIB;
 
-/// Whether bytes may be on their way to pages that are mapped.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Copies {
-    None,
-    Begun,
-}
-
 impl Pager {
-    /// Whether the claims are carried out part by part.
+    /// Whether the claims are carried out part by part. Pages that the engine brings are handed out
+    /// one by one: a fault may wait for the first of them. Strictly, victims go before anything is
+    /// mapped.
     pub(super) fn is_gradual(&self, placed: &[Placed], filler: &Filler) -> bool {
         let bytes = placed.len() as u64 * self.page_bytes();
         placed.len() > self.part_pages(filler)
             && bytes <= BYTES_MAX
             && placed.iter().all(|Placed { claim, before, .. }| {
-                !matches!(claim.take, Take::Victim(_))
+                let gives_up = matches!(claim.take, Take::Victim(_));
+                (!gives_up || claim.asker == Asker::Fault && !self.is_strict())
                     && *before == Behind::Nothing
                     && claim.backing == Backing::Device
                     && claim.bar.bound().is_some()
@@ -58,7 +56,7 @@ impl Pager {
     ) -> Result<Vec<Protected>, Failure> {
         let part_pages = self.part_pages(filler);
         let placed = RefCell::new(placed);
-        let (mut begun, mut failure, mut copies) = (0, None, Copies::None);
+        let (mut begun, mut failure) = (0, None);
         let mut admit = |job: usize| {
             if job < begun {
                 return Ok(());
@@ -66,10 +64,10 @@ impl Pager {
             let mut placed = placed.borrow_mut();
             let end = placed.len().min(begun + part_pages);
             let part = &mut placed[begun..end];
-            begun = end;
             match self.create_missing(part).and_then(|()| self.map_all(part)) {
                 Ok(()) => {
-                    copies = Copies::Begun;
+                    self.part_with_victims(part);
+                    begun = end;
                     Ok(())
                 }
                 Err(why) => {
@@ -102,18 +100,17 @@ impl Pager {
         let mut first = placed.into_inner();
         let rest = first.split_off(published);
         drop(protected);
-        self.give_up(rest, copies);
+        self.give_up(rest, begun - published);
         self.take_back(&first);
         Err(failure.unwrap_or(Failure::Error(error)))
     }
 
-    /// Nothing becomes of the claims. Copies to what is mapped may be under way: those pages and
-    /// their frames come free with them, and nobody waits.
-    fn give_up(&self, placed: Vec<Placed>, copies: Copies) {
-        let may_be_filled = |entry: &Placed| entry.mapped && copies == Copies::Begun;
-        let (mapped, rest): (Vec<_>, Vec<_>) = placed.into_iter().partition(may_be_filled);
+    /// Nothing becomes of the claims. Copies to the first `begun` of them may be under way: those
+    /// pages and their frames come free with them, and nobody waits.
+    fn give_up(&self, mut placed: Vec<Placed>, begun: usize) {
+        let rest = placed.split_off(begun);
         self.undo(rest);
-        for entry in mapped {
+        for entry in placed {
             let destination = destination_of(&entry);
             self.withdraw(&entry.claim, entry.frame(), destination);
         }
