@@ -483,19 +483,9 @@ impl Pager {
             }
             self.prepare_poison()?;
             let begin_ns = trace::begin();
-            let (planned, _in_hand) = {
-                let mut state = self.state.lock();
-                for request in requests {
-                    let end = u64::from(request.pages.end) * self.page_bytes();
-                    state.raise_extent(request.bar.id, end);
-                }
-                self.update_eager(&state);
-                let (turn, reclaim) = (patience.turn, patience.reclaim());
-                let standing = Standing { turn, reclaim, capture };
-                let planned = plan::plan(&mut state, &self.device, requests, usable, standing)?;
-                let acts = matches!(planned, Planned::Act(..));
-                (planned, acts.then(|| InHand::new(self, &mut state, Grip::Coming)))
-            };
+            let (turn, reclaim) = (patience.turn, patience.reclaim());
+            let standing = Standing { turn, reclaim, capture };
+            let (planned, _in_hand) = self.plan(requests, usable, standing)?;
             match planned {
                 Planned::Ready(protected) => {
                     // Found after a wait for whoever had it in hand.
@@ -563,6 +553,25 @@ impl Pager {
             _ => Usable::Recorded,
         };
         (usable, writer)
+    }
+
+    /// Plans a request under the lock. What it claims is in the caller's hands.
+    fn plan(
+        &self,
+        requests: &[Request<'_>],
+        usable: Usable,
+        standing: Standing,
+    ) -> Result<(Planned, Option<InHand<'_>>)> {
+        let mut state = self.state.lock();
+        for request in requests {
+            let end = u64::from(request.pages.end) * self.page_bytes();
+            state.raise_extent(request.bar.id, end);
+        }
+        self.update_eager(&state);
+        let planned = plan::plan(&mut state, &self.device, requests, usable, standing)?;
+        let acts = matches!(planned, Planned::Act(..));
+        let in_hand = acts.then(|| InHand::new(self, &mut state, Grip::Coming));
+        Ok((planned, in_hand))
     }
 
     /// A refusal of the driver caps the budget and is planned around once: what is resident may
