@@ -73,6 +73,8 @@ pub(super) struct WindowLease {
     pub(super) pad: usize,
     /// Whether the span's bytes are in it.
     is_filled: bool,
+    /// It was made for the span, and is to be registered.
+    pub(super) is_new: bool,
     /// When its last copy is done.
     ticket: Ticket,
 }
@@ -148,7 +150,8 @@ impl Cache {
         ticket: Ticket,
     ) -> WindowLease {
         let cache = Arc::clone(self);
-        WindowLease { cache, key, window: Some(window), pad, is_filled, ticket }
+        let is_new = !window.is_locked();
+        WindowLease { cache, key, window: Some(window), pad, is_filled, is_new, ticket }
     }
 
     /// No new windows from now on. Returns whether that is news.

@@ -11,9 +11,10 @@
 //! piece that is not in the page cache asks the system to read the whole span, in order, and all
 //! of them wait for that.
 
+use std::cell::OnceCell;
 use std::ops::Range;
-use std::sync::Arc;
-use std::time::Duration;
+use std::sync::{Arc, OnceLock};
+use std::time::{Duration, Instant};
 
 use crate::counters::{self, Sources};
 use crate::error::{Error, ErrorCode, Result};
@@ -60,9 +61,15 @@ pub(super) struct Span {
     pub(super) way: Way,
     /// Whether it is the last of its job.
     pub(super) is_last: bool,
+    /// Whether it comes from a disk, once that was asked.
+    from_disk: OnceCell<bool>,
 }
 
 impl Span {
+    fn new(job: usize, bytes: Range<u64>, segments: Vec<Segment>, way: Way) -> Self {
+        Self { job, bytes, segments, way, is_last: false, from_disk: OnceCell::new() }
+    }
+
     /// The spans of a job over `target`, in slots of `slot_bytes`; one that is empty where the
     /// whole target has no bytes of its own.
     pub(super) fn of_job(
@@ -87,13 +94,13 @@ impl Span {
                     1 => Way::Read,
                     _ => Way::ReadApart,
                 };
-                spans.push(Self { job, bytes, segments: group.to_vec(), way, is_last: false });
+                spans.push(Self::new(job, bytes, group.to_vec(), way));
             }
             start = end;
         }
         if spans.is_empty() {
             let (bytes, way) = (target.start..target.start, Way::Read);
-            spans.push(Self { job, bytes, segments: Vec::new(), way, is_last: false });
+            spans.push(Self::new(job, bytes, Vec::new(), way));
         }
         spans.last_mut().expect("there is one at least").is_last = true;
         spans
@@ -109,6 +116,20 @@ impl Span {
         files.dedup();
         let files = files.into_iter().filter_map(|file| bound.source(file).file());
         files.into_iter().try_for_each(|file| file.check_unchanged())
+    }
+
+    /// Whether some of it comes from a disk, as far as the system says; where it does not, it does.
+    pub(super) fn comes_from_disk(&self, bound: &Bound, reading: Reading) -> bool {
+        *self.from_disk.get_or_init(|| {
+            let mut files = runs(&self.segments).into_iter().filter_map(|run| {
+                let file = bound.source(run.file).file()?;
+                Some((file, run.source..run.source + run.bytes))
+            });
+            files.any(|(file, range)| {
+                let is_passed_by = reading == Reading::Direct && file.direct().is_some();
+                is_passed_by || !file.is_in_memory(&range, PIECE_BYTES)
+            })
+        })
     }
 
     /// Where its bytes lie in their file, if that is one, they lie close together, and few copies
@@ -228,6 +249,8 @@ pub(super) struct SpanRead {
     given_up: AtomicBool,
     /// Bytes that came from the disk.
     disk_bytes: AtomicU64,
+    /// When the first piece was begun.
+    begun: OnceLock<Instant>,
     /// What of which file it reads.
     extents: Vec<(Arc<ModelFile>, Range<u64>)>,
     /// They are being read into the page cache.
@@ -237,6 +260,8 @@ pub(super) struct SpanRead {
 struct State {
     pending: usize,
     is_done: bool,
+    /// From the beginning of the first piece to the end of all.
+    time: Duration,
     /// The failure of the first piece that failed, in the order of pieces.
     failure: Option<(usize, Error)>,
     after: Option<After>,
@@ -250,6 +275,8 @@ pub(super) struct ReadEnd {
     pub(super) read: Result<()>,
     /// What was to be done after it.
     pub(super) after: Result<()>,
+    /// From the beginning of its first piece to the end of all, what came after it included.
+    pub(super) time: Duration,
 }
 
 impl SpanRead {
@@ -262,19 +289,20 @@ impl SpanRead {
         let state = State {
             pending: pieces,
             is_done: false,
+            time: Duration::ZERO,
             failure: None,
             after,
             after_failure: None,
             left: None,
         };
         let (state, done) = (Mutex::new(state), Condvar::new());
-        let (given_up, disk_bytes) = Default::default();
+        let (given_up, disk_bytes, begun) = Default::default();
         let extents = runs(&span.segments).into_iter().filter_map(|run| {
             let file = bound.source(run.file).file()?;
             Some((Arc::clone(file), run.source..run.source + run.bytes))
         });
         let (extents, ahead) = (extents.collect(), Once::new());
-        Arc::new(Self { state, done, given_up, disk_bytes, extents, ahead })
+        Arc::new(Self { state, done, given_up, disk_bytes, begun, extents, ahead })
     }
 
     /// Has the system read all of it into the page cache, once.
@@ -302,7 +330,7 @@ impl SpanRead {
         let mut state = self.state.lock();
         let failed = |failure: Option<Error>| failure.map_or(Ok(()), Err);
         let read = failed(state.failure.take().map(|(_, error)| error));
-        ReadEnd { read, after: failed(state.after_failure.take()) }
+        ReadEnd { read, after: failed(state.after_failure.take()), time: state.time }
     }
 
     /// Gives the read up; `slot` is dropped when no piece of it is being read any more.
@@ -340,6 +368,7 @@ impl SpanRead {
             state.after_failure = failure;
         }
         state.is_done = true;
+        state.time = self.begun.get().map_or(Duration::ZERO, Instant::elapsed);
         let left = state.left.take();
         drop(state);
         self.done.notify_all();
@@ -409,6 +438,7 @@ impl PieceRead {
         let unwinding = Unfinished(&self);
         let mut memory = memory;
         let given_up = self.span.given_up.load(Relaxed);
+        self.span.begun.get_or_init(Instant::now);
         let result = if given_up { Ok(()) } else { self.read(memory.bytes_mut()) };
         drop(memory);
         std::mem::forget(unwinding);

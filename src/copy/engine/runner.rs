@@ -194,6 +194,7 @@ impl Runner {
             let ns_per_mib = self.link_ns_per_mib.unwrap_or(NS_PER_MIB);
             self.link_drift.sample(plan.page_ns(), page_ns(pager, ns_per_mib));
             let pass = self.meter.turn(reading, compute_ns, ns_per_mib);
+            pager.end_cycle(pass);
             let sampled = plan.sampled;
             if let Some(pass) = pass.filter(|_| sampled) {
                 self.observe(pager, pass);
@@ -339,6 +340,7 @@ impl Runner {
 
     fn enforce(&mut self, pager: &Pager, mut plan: Plan) {
         plan.made_at = self.steps;
+        pager.forget_times();
         self.apply(pager, &plan);
         // What is on trial may stream again in a few cycles.
         if !plan.is_trying() {
@@ -371,6 +373,7 @@ impl Runner {
 
     fn apply(&self, pager: &Pager, plan: &Plan) {
         let streamed = if plan.is_settled { Keep::Locked } else { Keep::No };
+        pager.pace(plan.streamed_count());
         for (bar, kept) in plan.kept() {
             if let Some(bar) = self.bars.get(bar) {
                 pager.set_kept(bar, Some(Arc::clone(kept)), streamed);
