@@ -20,7 +20,7 @@ use crate::copy::place::Place;
 use crate::copy::readers::Readers;
 use crate::copy::registered::Copied;
 use crate::copy::span::{
-    After, FileSource, Origin, PieceRead, Span, SpanRead, Way, direct_copies, pieces,
+    After, Cut, FileSource, Origin, PieceRead, Span, SpanRead, Way, direct_copies, pieces,
 };
 use crate::counters;
 use crate::driver::{DriverCode, DriverError, DriverResult};
@@ -278,7 +278,8 @@ impl<'a> Pipeline<'a> {
                 Some(self.after(span, bound, window))
             }
         };
-        let pieces = pieces(span, pad);
+        let cut = if place.is_untouched() { Cut::InMemory } else { Cut::InFile };
+        let pieces = pieces(span, pad, cut);
         let origins = pieces.iter().map(|piece| Origin::of(bound.source(piece.file)));
         let origins = origins.collect::<Result<Vec<_>>>()?;
         let parts = place.memory().lend(pieces.iter().map(|piece| piece.place.clone()));
@@ -560,7 +561,7 @@ impl<'a> Pipeline<'a> {
         let reading = filler.reading(bound);
         let base = self.jobs[span.job].base.offset(span.bytes.start);
         let mut memory = PageableMemory::new(&device.driver, PAGEABLE_BYTES.min(span.len()));
-        for piece in pieces(span, 0) {
+        for piece in pieces(span, 0, Cut::InFile) {
             let origin = Origin::of(bound.source(piece.file))?;
             let (mut source, mut place) = (piece.source, piece.place);
             while !place.is_empty() {

@@ -18,4 +18,9 @@ impl Place {
             Self::Window(window) => window.memory(),
         }
     }
+
+    /// Whether nothing was read there before.
+    pub(super) fn is_untouched(&self) -> bool {
+        matches!(self, Self::Window(window) if window.is_new)
+    }
 }

@@ -3,7 +3,7 @@
 //! What the program has in page-locked memory is read by nobody: spans of it are [`Way::Direct`],
 //! and lie between spans that are read.
 //!
-//! [`pieces`] cuts a span into reads of at most 1 MiB; a [`SpanRead`] counts them to the end and
+//! [`pieces`] cuts a span into reads of 1 MiB, of 2 MiB into new memory, at most; a [`SpanRead`] counts them to the end and
 //! keeps the first failure. Whoever gives a read up leaves the slot with it, which comes free with
 //! the last piece: nobody waits for a disk that does not answer.
 //!
@@ -18,6 +18,7 @@ use std::time::{Duration, Instant};
 
 use crate::counters::{self, Sources};
 use crate::error::{Error, ErrorCode, Result};
+use crate::host::anonymous::HUGE_PAGE_BYTES;
 use crate::host::bound::{Bound, Source};
 use crate::host::file_pages::WINDOW_BYTES_MAX;
 use crate::host::locked::LentPart;
@@ -29,7 +30,7 @@ use crate::process;
 use crate::sync::device::Device;
 use crate::sync::{AtomicBool, AtomicU64, Condvar, Mutex, Once, Relaxed};
 use crate::trace::{self, Kind};
-use crate::units::{MIB, align_up};
+use crate::units::MIB;
 
 /// Bytes of one read: enough to be quick, and few enough that all threads share a page.
 const PIECE_BYTES: u64 = MIB;
@@ -201,18 +202,31 @@ pub(super) struct Piece {
     pub(super) place: Range<usize>,
 }
 
-/// The reads of a span that lies `pad` bytes into its slot, in order. They are cut at multiples of
-/// their size in the file, as direct reads want it.
-pub(super) fn pieces(span: &Span, pad: usize) -> Vec<Piece> {
+/// Where reads are cut.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Cut {
+    /// At multiples of their size in the file, as direct reads want it.
+    InFile,
+    /// At the huge pages of memory that nothing was read to before: two threads that touch one of
+    /// them first take five times as long as one.
+    InMemory,
+}
+
+/// The reads of a span that lies `pad` bytes into its slot, in order.
+pub(super) fn pieces(span: &Span, pad: usize, cut: Cut) -> Vec<Piece> {
     let mut pieces = Vec::new();
     for run in runs(&span.segments) {
         let mut done = 0;
         while done < run.bytes {
             let source = run.source + done;
-            let cut = align_up(source + 1, PIECE_BYTES).unwrap_or(u64::MAX) - source;
-            let bytes = cut.min(run.bytes - done);
-            let start = pad + (run.target + done - span.bytes.start) as usize;
-            let place = start..start + bytes as usize;
+            let start = pad as u64 + (run.target + done - span.bytes.start);
+            // The pad lets memory lie as the file does, so that either suits direct reads.
+            let (at, unit) = match cut {
+                Cut::InFile => (source, PIECE_BYTES),
+                Cut::InMemory => (start, HUGE_PAGE_BYTES as u64),
+            };
+            let bytes = (unit - at % unit).min(run.bytes - done);
+            let place = start as usize..(start + bytes) as usize;
             pieces.push(Piece { file: run.file, source, place });
             done += bytes;
         }
@@ -490,4 +504,44 @@ impl Drop for PieceRead {
 
 fn never_read() -> Error {
     Error::new(ErrorCode::Internal, "a read did not come to its end")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::model::binding::Binding;
+
+    /// A span of two stretches of a file, `gap` bytes apart in it and side by side in the VBAR.
+    fn span(bytes: u64, gap: u64) -> Span {
+        let (first, second) = (0..bytes / 3, bytes / 3..bytes);
+        let mut binding = Binding::new();
+        binding.bind(first.clone(), 0, 1234, first.end).unwrap();
+        let from = 1234 + first.end + gap;
+        binding.bind(second.clone(), 0, from, second.end - second.start).unwrap();
+        Span::new(0, 0..bytes, binding.segments_of(0..bytes), Way::Read)
+    }
+
+    #[test]
+    fn reads_are_cut_in_the_file_or_at_huge_pages_and_bring_every_byte_once() {
+        for (bytes, gap, pad) in [(16 * MIB, 0, 1234), (16 * MIB, MIB, 7), (999, 5, 0)] {
+            let span = span(bytes, gap);
+            for cut in [Cut::InFile, Cut::InMemory] {
+                let (mut end, mut source) = (pad, 1234);
+                for Piece { source: from, place, .. } in pieces(&span, pad, cut) {
+                    assert_eq!(place.start, end, "{cut:?}");
+                    let is_gap = place.start == pad + (bytes / 3) as usize;
+                    source += if is_gap { gap } else { 0 };
+                    assert_eq!(from, source, "{cut:?}");
+                    let length = (place.end - place.start) as u64;
+                    let (first, last, unit) = match cut {
+                        Cut::InFile => (from, from + length - 1, MIB),
+                        Cut::InMemory => (place.start as u64, place.end as u64 - 1, 2 * MIB),
+                    };
+                    assert_eq!(first / unit, last / unit, "{cut:?}: {place:?}");
+                    (end, source) = (place.end, source + length);
+                }
+                assert_eq!(end, pad + bytes as usize, "{cut:?}");
+            }
+        }
+    }
 }

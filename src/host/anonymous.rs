@@ -103,7 +103,7 @@ mod tests {
         };
         let lines: Vec<&str> = text.lines().collect();
         let holds = |line: &&str| range(line).is_some_and(|range| range.contains(&address));
-        let at = lines.iter().position(|line| holds(&line)).expect("it is mapped");
+        let at = lines.iter().position(holds).expect("it is mapped");
         let counts = lines[at + 1..].iter().take_while(|line| range(line).is_none());
         (range(lines[at]).unwrap(), counts.map(|line| format!("{line}\n")).collect())
     }
