@@ -1,8 +1,8 @@
 //! DLPack: faulted bytes for other libraries, with pins of their own.
 //!
 //! Owns the structs of DLPack 1.1 (dlpack.h of its project), with and without a version, and their
-//! deleters, which give one token back. Faults nothing: whoever exports has faulted for it. Capsules
-//! of Python are in `capsule`.
+//! deleters, which give one token back. Faults nothing: whoever exports has faulted for it.
+//! Capsules of Python are in `capsule`.
 
 #![expect(unsafe_code, reason = "structs that other libraries own, and exported symbols")]
 

@@ -14,9 +14,9 @@ use vbar::host::spare::HostRoom;
 use vbar::memory::pager::{HeldPins, Reclaim};
 use vbar::model::synth::synthesize;
 use vbar::options::Threads;
-use vbar::{AllocationFault, ErrorCode, Fault, Runtime, RuntimeOptions, trace};
+use vbar::{AllocationFault, ErrorCode, Fault, Runtime, trace};
 
-use crate::world::{DEVICE, P, ROOMY, World, budget_options, resident};
+use crate::world::{DEVICE, P, World, budget_options, resident};
 
 pub(crate) fn calls(sim: &Sim) -> u64 {
     Verb::ALL.iter().map(|verb| sim.calls(*verb)).sum()
@@ -150,9 +150,9 @@ fn a_forked_child_touches_no_lock() {
     let folder = TempDir::new().unwrap();
     let path = folder.path().join("model.safetensors");
     synthesize(&path, 16 * P, 3).unwrap();
-    let options = RuntimeOptions { threads: Some(Threads::On), ..budget_options(8) };
-    let world = World::with(ROOMY, options);
+    let world = World::budget(8);
     let runtime = &world.runtime;
+    runtime.open_engine_by_hand();
     let model = &*Box::leak(Box::new(runtime.open_model(&path).unwrap()));
     let vbar = &*Box::leak(Box::new(world.vbar(4)));
     let allocation = &*Box::leak(Box::new(world.vbar(2).allocate(P).unwrap()));

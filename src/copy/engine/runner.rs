@@ -200,6 +200,7 @@ impl Runner {
                 self.observe(pager, pass);
             }
             self.end_cycle(pager);
+            pager.note_pass_end();
         }
         if moved.is_jump {
             // It began anywhere.

@@ -64,6 +64,31 @@ impl Drop for InHand<'_> {
     }
 }
 
+/// Frames on their way from evicted pages, in the hands of a thread: a request that lacks frames
+/// waits for its end.
+pub(super) struct Parting<'a> {
+    pager: &'a Pager,
+    count: u32,
+    _in_hand: Option<InHand<'a>>,
+}
+
+impl<'a> Parting<'a> {
+    pub(super) fn new(pager: &'a Pager, state: &mut State, frames: usize) -> Self {
+        let count = frames as u32;
+        state.parting_count += count;
+        let in_hand = (count > 0).then(|| InHand::new(pager, state, Grip::Leaving));
+        Self { pager, count, _in_hand: in_hand }
+    }
+}
+
+impl Drop for Parting<'_> {
+    fn drop(&mut self) {
+        if self.count > 0 {
+            self.pager.state.lock().parting_count -= self.count;
+        }
+    }
+}
+
 impl Pager {
     /// Waits for what other threads have in hand of these now. Returns whether there was anything.
     ///

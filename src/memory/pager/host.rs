@@ -61,6 +61,11 @@ impl Pager {
         }
     }
 
+    /// A pass of the program has ended: what it did not stream is not needed in page-locked memory.
+    pub fn note_pass_end(&self) {
+        self.made_filler().iter().for_each(|filler| filler.note_pass_end());
+    }
+
     /// Gives page-locked memory back where it is time to; see [`Filler::housekeep`]. Lets go of the
     /// program's memory that nobody reads any more.
     ///

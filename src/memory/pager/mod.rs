@@ -22,6 +22,7 @@ mod patience;
 mod plan;
 mod poison;
 mod poll;
+mod reaping;
 mod reclaim;
 mod release;
 mod state;
@@ -62,7 +63,8 @@ use host_mapped::Host;
 use patience::Patience;
 use plan::{Planned, Protected, Standing, Usable};
 pub(in crate::memory) use poll::Poll;
-use release::{Excess, Reaping};
+use reaping::Reaping;
+use release::Excess;
 use state::State;
 
 /// See the module's text.
@@ -464,21 +466,7 @@ impl Pager {
         slot: Option<StreamSlot>,
         capture: CaptureState,
     ) -> Result<std::result::Result<Vec<Protected>, Reason>> {
-        let bound = requests.iter().all(|request| request.bar.bound().is_some());
-        let (mode, writer) = match (capture, slot) {
-            (CaptureState::None, Some(_)) => (Mode::Stream, Some(Writer { stream, slot })),
-            _ => (Mode::Cpu, None),
-        };
-        let strict = self.device.options.eviction == Eviction::Strict;
-        let usable = match mode {
-            // On a capturing stream a bound VBAR is filled on the fill stream, which is none of
-            // the capture's; anything else would have to be recorded or waited for.
-            _ if capture == CaptureState::Implicit => Usable::Nothing,
-            _ if capture != CaptureState::None && !bound => Usable::Nothing,
-            _ if strict => Usable::Passed,
-            Mode::Cpu if !bound => Usable::Passed,
-            _ => Usable::Recorded,
-        };
+        let (usable, writer) = self.usable_for(requests, stream, slot, capture);
         let (mut patience, mut reaping) = (Patience::new(self), Reaping::Frames);
         loop {
             self.device.check()?;
@@ -495,19 +483,9 @@ impl Pager {
             }
             self.prepare_poison()?;
             let begin_ns = trace::begin();
-            let (planned, _in_hand) = {
-                let mut state = self.state.lock();
-                for request in requests {
-                    let end = u64::from(request.pages.end) * self.page_bytes();
-                    state.raise_extent(request.bar.id, end);
-                }
-                self.update_eager(&state);
-                let (turn, reclaim) = (patience.turn, patience.reclaim());
-                let standing = Standing { turn, reclaim, capture };
-                let planned = plan::plan(&mut state, &self.device, requests, usable, standing)?;
-                let acts = matches!(planned, Planned::Act(..));
-                (planned, acts.then(|| InHand::new(self, &mut state, Grip::Coming)))
-            };
+            let (turn, reclaim) = (patience.turn, patience.reclaim());
+            let standing = Standing { turn, reclaim, capture };
+            let (planned, _in_hand) = self.plan(requests, usable, standing)?;
             match planned {
                 Planned::Ready(protected) => {
                     // Found after a wait for whoever had it in hand.
@@ -549,6 +527,51 @@ impl Pager {
                 Planned::Refuse(reason) => return Ok(Err(reason)),
             }
         }
+    }
+
+    /// Which frames a request can use, and who writes to them.
+    fn usable_for(
+        &self,
+        requests: &[Request<'_>],
+        stream: Stream,
+        slot: Option<StreamSlot>,
+        capture: CaptureState,
+    ) -> (Usable, Option<Writer>) {
+        let bound = requests.iter().all(|request| request.bar.bound().is_some());
+        let (mode, writer) = match (capture, slot) {
+            (CaptureState::None, Some(_)) => (Mode::Stream, Some(Writer { stream, slot })),
+            _ => (Mode::Cpu, None),
+        };
+        let strict = self.device.options.eviction == Eviction::Strict;
+        let usable = match mode {
+            // On a capturing stream a bound VBAR is filled on the fill stream, which is none of
+            // the capture's; anything else would have to be recorded or waited for.
+            _ if capture == CaptureState::Implicit => Usable::Nothing,
+            _ if capture != CaptureState::None && !bound => Usable::Nothing,
+            _ if strict => Usable::Passed,
+            Mode::Cpu if !bound => Usable::Passed,
+            _ => Usable::Recorded,
+        };
+        (usable, writer)
+    }
+
+    /// Plans a request under the lock. What it claims is in the caller's hands.
+    fn plan(
+        &self,
+        requests: &[Request<'_>],
+        usable: Usable,
+        standing: Standing,
+    ) -> Result<(Planned, Option<InHand<'_>>)> {
+        let mut state = self.state.lock();
+        for request in requests {
+            let end = u64::from(request.pages.end) * self.page_bytes();
+            state.raise_extent(request.bar.id, end);
+        }
+        self.update_eager(&state);
+        let planned = plan::plan(&mut state, &self.device, requests, usable, standing)?;
+        let acts = matches!(planned, Planned::Act(..));
+        let in_hand = acts.then(|| InHand::new(self, &mut state, Grip::Coming));
+        Ok((planned, in_hand))
     }
 
     /// A refusal of the driver caps the budget and is planned around once: what is resident may

@@ -6,7 +6,7 @@
 use std::sync::Arc;
 
 use super::Pager;
-use super::hands::{Grip, InHand};
+use super::hands::{Grip, InHand, Parting};
 use super::plan::{Backing, Blocked, Taken, Usable, Victim, take_pages};
 use super::state::{Destination, Lingering, LingeringFrame, State};
 use crate::counters;
@@ -17,7 +17,7 @@ use crate::memory::vbar::Bar;
 use crate::outcome::WaitKind;
 use crate::process;
 use crate::sync::context::WithoutEvent;
-use crate::sync::fence::Cover;
+use crate::sync::fence::{Cover, Look};
 use crate::sync::ticket::Ticket;
 
 /// Why memory that was asked back did not come.
@@ -44,15 +44,6 @@ pub struct Freed {
     pub shortfall: Option<Shortfall>,
 }
 
-/// Which mappings that outlasted their pages are removed.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) enum Reaping {
-    /// Those whose frames come free with them. Old mappings of frames that have moved can wait for
-    /// whoever needs their addresses.
-    Frames,
-    All,
-}
-
 impl Pager {
     /// Removes mappings that outlasted their pages and whose users have passed, and lets go of the
     /// program's memory that VBARs which are gone were bound to.
@@ -68,15 +59,9 @@ impl Pager {
         let _scope = self.device.enter()?;
         let (ripe, parting) = {
             let mut state = self.state.lock();
-            let mut ripe: Vec<Lingering> = Vec::new();
-            let mut rest = Vec::new();
-            for entry in state.lingering.drain(..) {
-                match self.passed(&entry.users) {
-                    Ok(true) => ripe.push(entry),
-                    _ => rest.push(entry),
-                }
-            }
-            state.lingering = rest;
+            let mut look = Look::default();
+            let is_ripe = |entry: &mut Lingering| self.have_passed(&entry.users, &mut look);
+            let ripe: Vec<Lingering> = state.lingering.extract_if(.., is_ripe).collect();
             let frames = ripe.iter().filter(|entry| entry.frame.is_of_device()).count();
             let parting = Parting::new(self, &mut state, frames);
             (ripe, parting)
@@ -92,24 +77,10 @@ impl Pager {
         Ok(())
     }
 
-    /// As [`Pager::reap`], of [`Reaping::Frames`] unless no frame can come of it. Returns what was
-    /// done: `All` also where there was nothing to do.
-    pub(super) fn reap_for(&self, reaping: Reaping) -> Result<Reaping> {
-        let can_wait = reaping == Reaping::Frames && {
-            let state = self.state.lock();
-            let moved = |entry: &Lingering| entry.frame == LingeringFrame::Moved;
-            state.closing == 0 && !state.lingering.is_empty() && state.lingering.iter().all(moved)
-        };
-        if can_wait { Ok(Reaping::Frames) } else { self.reap().map(|()| Reaping::All) }
-    }
-
-    fn passed(&self, users: &[Ticket]) -> Result<bool> {
-        for user in users {
-            if self.device.fences.cover(*user)? != Cover::Passed {
-                return Ok(false);
-            }
-        }
-        Ok(true)
+    /// Whether work is known to be done.
+    fn have_passed(&self, users: &[Ticket], look: &mut Look) -> bool {
+        let mut covers = users.iter().map(|user| self.device.fences.cover_in(look, *user));
+        covers.all(|cover| matches!(cover, Ok(Cover::Passed)))
     }
 
     fn remove_lingering(&self, entry: Lingering) {
@@ -559,31 +530,6 @@ fn linger((victim, users): (Victim, Vec<Ticket>), destination: Destination) -> L
     Lingering { bar, page, users, frame: LingeringFrame::To(frame, destination) }
 }
 
-/// Frames on their way from evicted pages, in the hands of a thread: a request that lacks frames
-/// waits for its end.
-pub(super) struct Parting<'a> {
-    pager: &'a Pager,
-    count: u32,
-    _in_hand: Option<InHand<'a>>,
-}
-
-impl<'a> Parting<'a> {
-    pub(super) fn new(pager: &'a Pager, state: &mut State, frames: usize) -> Self {
-        let count = frames as u32;
-        state.parting_count += count;
-        let in_hand = (count > 0).then(|| InHand::new(pager, state, Grip::Leaving));
-        Self { pager, count, _in_hand: in_hand }
-    }
-}
-
-impl Drop for Parting<'_> {
-    fn drop(&mut self) {
-        if self.count > 0 {
-            self.pager.state.lock().parting_count -= self.count;
-        }
-    }
-}
-
 /// What is left above the budget.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Excess {
@@ -600,10 +546,11 @@ fn take_passed_free(
     pager: &Pager,
     count: u32,
 ) -> Vec<crate::driver::FrameHandle> {
-    let passed = |users: &[Ticket]| pager.passed(users).is_ok_and(|passed| passed);
+    let mut look = Look::default();
+    let mut passed = |users: &[Ticket]| pager.have_passed(users, &mut look);
     let mut handles = Vec::new();
     while handles.len() < count as usize {
-        let Some(frame) = state.frames.take_releasable(passed) else { break };
+        let Some(frame) = state.frames.take_releasable(&mut passed) else { break };
         handles.extend(state.frames.remove(frame));
     }
     handles

@@ -347,24 +347,28 @@ impl State {
         self.frames.handle(frame)
     }
 
-    /// Takes the frame of a page that is gone but for its last users, if `admit` lets them. The
-    /// page's mapping stays behind until they have passed.
+    /// Takes the frames of up to `count` pages that are gone but for their last users, if `admit`
+    /// lets them, which is asked about each once. The pages' mappings stay behind until these have
+    /// passed.
     pub(super) fn take_leaving(
         &mut self,
+        count: usize,
         mut admit: impl FnMut(&[Ticket]) -> Option<Vec<Ticket>>,
-    ) -> Option<(FrameIndex, Vec<Ticket>)> {
-        let found = self.lingering.iter_mut().find_map(|entry| match entry.frame {
-            LingeringFrame::To(frame, Destination::FreeList) => {
-                let users = admit(&entry.users)?;
-                entry.frame = LingeringFrame::Moved;
-                Some((frame, users))
+    ) -> Vec<(FrameIndex, Vec<Ticket>)> {
+        let mut taken = Vec::new();
+        for entry in &mut self.lingering {
+            if taken.len() == count {
+                break;
             }
-            _ => None,
-        });
-        if let Some((frame, _)) = found {
-            self.frames.leave_mapping(frame);
+            if let LingeringFrame::To(frame, Destination::FreeList) = entry.frame
+                && let Some(users) = admit(&entry.users)
+            {
+                entry.frame = LingeringFrame::Moved;
+                self.frames.leave_mapping(frame);
+                taken.push((frame, users));
+            }
         }
-        found
+        taken
     }
 
     /// Checks the invariants; for tests and debug builds. Pages in the middle of a fault are in

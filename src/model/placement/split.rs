@@ -3,11 +3,11 @@
 //!
 //! More streaming frames let the link run further ahead; fewer leave room for residents, so that
 //! there is less to stream. [`Split`] tries a change for a few passes and keeps it only if the
-//! middle one of them was the better for it. Fewer are tried only where the least of them could save
-//! some hundredths of the loads: for less the bad passes of a trial are not worth it. A direction
-//! that did not pay is tried again after twice as many passes, up to 64, so it settles instead of
-//! swinging; and what small changes have made slower together goes back to the best that was
-//! measured.
+//! middle one of them was the better for it. Fewer are tried only where the least of them could
+//! save some hundredths of the loads: for less the bad passes of a trial are not worth it. A
+//! direction that did not pay is tried again after twice as many passes, up to 64, so it settles
+//! instead of swinging; and what small changes have made slower together goes back to the best that
+//! was measured.
 
 use super::phases::Layout;
 use super::{Placement, Ranking, TooFewFrames};
