@@ -217,11 +217,6 @@ impl Filler {
         self.pace.set_spans(pages.saturating_mul(parts));
     }
 
-    /// A cycle has ended. It came to this; `None` where it was not measured.
-    pub fn end_cycle(&self, pass: Option<PassMeasured>) {
-        self.pace.end_cycle(pass);
-    }
-
     /// Cycles take other times from now on.
     pub fn forget_times(&self) {
         self.pace.forget_times();
@@ -327,10 +322,11 @@ impl Filler {
         self.host_copies.is_leaving(bar)
     }
 
-    /// A pass of the program has ended: the housekeeping may give a few windows back although
-    /// others stream.
-    pub fn note_pass_end(&self) {
+    /// A pass of the program has ended, which came to this where it was measured: the housekeeping
+    /// may give a few windows back although others stream, and the pace is that of the next one.
+    pub fn note_pass_end(&self, pass: Option<PassMeasured>) {
         self.pass_ended.store(true, Relaxed);
+        self.pace.end_cycle(pass);
     }
 
     /// Gives page-locked memory back where it is time to: what is held above the allowance, where

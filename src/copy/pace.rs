@@ -6,8 +6,8 @@
 //! small part of its time, one at least, spread over it; and all at once where they come back soon.
 //! [`windows_a_cycle`] decides, numbers in, numbers out; [`Pace`] counts.
 //!
-//! What would come from the disk does not ask here: each read that is not made saves more than a
-//! window costs.
+//! What would come from the disk does not ask here, each read that is not made saves more than a
+//! window costs; nor what gets a window that nobody needs any more, and that is locked already.
 
 use std::time::Duration;
 
@@ -82,9 +82,9 @@ struct Measured {
 /// What became of a span.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Came {
-    /// It had none before, and got one.
+    /// A window was made for it.
     Promoted,
-    /// It has its window, or goes without.
+    /// It has one, got one that another did not need any more, or goes without.
     AsBefore,
 }
 

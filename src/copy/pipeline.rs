@@ -205,8 +205,7 @@ impl<'a> Pipeline<'a> {
             if job.keep == Keep::Locked
                 && self.readers.is_some()
                 && !self.is_left_in_page_cache(span)
-                && self.may_be_promoted(span)
-                && let Some(window) = filler.cache.window_for(key)
+                && let Some(window) = self.window_for(span, key)
             {
                 return self.read(span, &job.bound, Place::Window(window)).map(Some);
             }
@@ -247,18 +246,21 @@ impl<'a> Pipeline<'a> {
         filler.registered.claims(file, filler.prefer(bound), || filler.fits(bound))
     }
 
-    /// Whether a span may move into the page-locked cache now.
-    fn may_be_promoted(&self, span: &Span) -> bool {
+    /// The window that a span moves into, if it may now.
+    fn window_for(&self, span: &Span, key: Key) -> Option<WindowLease> {
         let (filler, bound) = (self.filler, &self.jobs[span.job].bound);
-        filler.pace.is_due() || span.comes_from_disk(bound, filler.reading(bound))
+        let may_be_new =
+            || filler.pace.is_due() || span.comes_from_disk(bound, filler.reading(bound));
+        let idle = filler.cache.idle_window_for(key);
+        idle.or_else(|| may_be_new().then(|| filler.cache.new_window_for(key))?)
     }
 
     /// A span that may be kept has begun.
     fn note_pace(&self, span: &Span, begun: &Begun) {
         let is_kept = self.jobs[span.job].keep == Keep::Locked && self.readers.is_some();
         if span.way == Way::Read && is_kept && !span.segments.is_empty() {
-            let is_promoted = matches!(begun, Begun::Reading { place: Place::Window(_), .. });
-            let came = if is_promoted { Came::Promoted } else { Came::AsBefore };
+            let is_new = matches!(begun, Begun::Reading { place, .. } if place.is_untouched());
+            let came = if is_new { Came::Promoted } else { Came::AsBefore };
             self.filler.pace.note_span(came);
         }
     }

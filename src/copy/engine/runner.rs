@@ -194,13 +194,12 @@ impl Runner {
             let ns_per_mib = self.link_ns_per_mib.unwrap_or(NS_PER_MIB);
             self.link_drift.sample(plan.page_ns(), page_ns(pager, ns_per_mib));
             let pass = self.meter.turn(reading, compute_ns, ns_per_mib);
-            pager.end_cycle(pass);
+            pager.note_pass_end(pass);
             let sampled = plan.sampled;
             if let Some(pass) = pass.filter(|_| sampled) {
                 self.observe(pager, pass);
             }
             self.end_cycle(pager);
-            pager.note_pass_end();
         }
         if moved.is_jump {
             // It began anywhere.

@@ -12,11 +12,10 @@ use super::hands::{Grip, InHand};
 use super::plan::{Asker, Backing, Blocked, Claim, Take, Usable, take_pages, take_spare};
 use super::state::{Life, State};
 use super::{Pager, Poll};
-use crate::copy::fill::{Filler, Keep};
+use crate::copy::fill::Keep;
 use crate::error::Result;
 use crate::memory::page_table::PageState;
 use crate::memory::vbar::Bar;
-use crate::model::placement::PassMeasured;
 use crate::options::Eviction;
 use crate::outcome::Reason;
 use crate::sync::ticket::Ticket;
@@ -205,27 +204,6 @@ impl Pager {
     #[must_use]
     pub fn class_of(&self, bar: &Bar) -> i32 {
         self.state.lock().open(bar).map_or(i32::MIN, |entry| entry.rank.class)
-    }
-
-    /// So many pages stream a cycle by the plan in force; see [`Filler::pace`].
-    pub fn pace(&self, pages: u64) {
-        self.tell_filler(|filler| filler.pace(pages));
-    }
-
-    /// See [`Filler::end_cycle`].
-    pub fn end_cycle(&self, pass: Option<PassMeasured>) {
-        self.tell_filler(|filler| filler.end_cycle(pass));
-    }
-
-    /// See [`Filler::forget_times`].
-    pub fn forget_times(&self) {
-        self.tell_filler(Filler::forget_times);
-    }
-
-    fn tell_filler(&self, tell: impl FnOnce(&Filler)) {
-        if let Some(filler) = self.filler.lock().as_deref() {
-            tell(filler);
-        }
     }
 
     /// Time that a MiB took on the link lately, in nanoseconds; `None` before that was measured.
