@@ -77,6 +77,7 @@ const UNSAFE: &[&str] = &[
     "src/ffi/wait.rs",
     "src/sync/clock.rs",
     "src/host/file_pages.rs",
+    "src/host/anonymous.rs",
     "src/host/locked.rs",
     "src/host/memory.rs",
     "src/host/pageable.rs",
