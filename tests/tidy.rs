@@ -46,6 +46,7 @@ const ROWS: &[(&str, u32)] = &[
     ("copy/engine", 6),
     ("memory/pins", 5),
     ("model", 7),
+    ("torch", 7),
     ("runtime", 8),
     ("ffi", 9),
     ("bin", 9),

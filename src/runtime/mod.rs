@@ -29,6 +29,7 @@ use crate::options::{RuntimeOptions, STAGING_SLOTS_MAX, Threads};
 use crate::process;
 use crate::sync::Mutex;
 use crate::sync::device::Device;
+use crate::torch::Allocator;
 use crate::units::{DeviceOrdinal, PageSize, Stream};
 
 pub use ahead::HINT_RANGES_MAX;
@@ -52,6 +53,7 @@ struct Inner {
     housekeeping: Housekeeping,
     engine: Arc<Engine>,
     pins: Pins,
+    torch: Mutex<Option<Arc<Allocator>>>,
     primary: Primary,
     addresses: Addresses,
 }
@@ -158,8 +160,8 @@ impl Runtime {
         let engine = Engine::new();
         let follower: Arc<dyn Follow> = Arc::clone(&engine) as _;
         pager.set_follower(&follower);
-        let inner =
-            Inner { pager, housekeeping, engine, pins: Pins::default(), primary, addresses };
+        let (pins, torch) = (Pins::default(), Mutex::default());
+        let inner = Inner { pager, housekeeping, engine, pins, torch, primary, addresses };
         Ok(Self { inner: Arc::new(inner) })
     }
 
@@ -368,6 +370,19 @@ impl Runtime {
         self.device().check()?;
         let _scope = self.device().enter()?;
         self.device().fences.retire(stream)
+    }
+
+    /// PyTorch's allocator on the device's frames, made on first use.
+    ///
+    /// # Errors
+    /// As [`Allocator::new`].
+    pub fn torch_allocator(&self) -> Result<Arc<Allocator>> {
+        let mut made = self.inner.torch.lock();
+        if let Some(allocator) = &*made {
+            return Ok(Arc::clone(allocator));
+        }
+        let allocator = Allocator::new(Arc::clone(&self.inner.pager))?;
+        Ok(Arc::clone(made.insert(allocator)))
     }
 
     /// Ends every wait under way in this runtime with `Cancelled`. A thread's own waits are ended
