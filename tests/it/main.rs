@@ -47,6 +47,7 @@ mod sources;
 mod streams;
 mod threads;
 mod torch;
+mod torch_more;
 mod torch_pressure;
 mod torch_streams;
 mod traces;
