@@ -100,9 +100,9 @@ pub struct Size(pub u64);
 impl fmt::Display for Size {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let (unit, name) = match self.0 {
-            0..=KIB => return write!(f, "{} bytes", self.0),
-            ..=MIB => (KIB, "KiB"),
-            ..=GIB => (MIB, "MiB"),
+            bytes if bytes <= KIB => return write!(f, "{bytes} bytes"),
+            bytes if bytes <= MIB => (KIB, "KiB"),
+            bytes if bytes <= GIB => (MIB, "MiB"),
             _ => (GIB, "GiB"),
         };
         write!(f, "{:.2} {name}", self.0 as f64 / unit as f64)

@@ -21,7 +21,7 @@ pub(super) fn class_bytes(class: usize) -> u64 {
     match class.checked_sub(EVEN_CLASSES) {
         None => (class as u64 + 1) * GRAIN,
         Some(beyond) => {
-            let base = EVEN_CLASSES as u64 * GRAIN << (beyond / 4);
+            let base = (EVEN_CLASSES as u64 * GRAIN) << (beyond / 4);
             base + base / 4 * (beyond as u64 % 4 + 1)
         }
     }

@@ -227,7 +227,17 @@ fn threads_never_see_others_bytes() {
     let torch = Torch::of(World::with("capacity=64M,granularity=64K", options()));
     let context = Some(torch.world.runtime.device().context);
     let shared = std::sync::Mutex::new(Vec::new());
+    let weights = torch.world.vbar(64);
     std::thread::scope(|scope| {
+        scope.spawn(|| {
+            torch.world.sim.ctx_set_current(context).unwrap();
+            for round in 0..200 {
+                let budget = (400 + round * 37 % 500) * P;
+                torch.world.runtime.set_budget(Some(budget)).unwrap();
+                weights.prioritise().unwrap();
+                let _ = torch.world.touch(&weights, round % 60..round % 60 + 4);
+            }
+        });
         for thread in 0..8u64 {
             let (torch, shared) = (&torch, &shared);
             scope.spawn(move || {

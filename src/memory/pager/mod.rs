@@ -499,11 +499,7 @@ impl Pager {
             let begin_ns = trace::begin();
             let planned = {
                 let mut state = self.state.lock();
-                for request in requests {
-                    let end = u64::from(request.pages.end) * self.page_bytes();
-                    state.raise_extent(request.bar.id, end);
-                }
-                self.update_eager(&state);
+                self.note_extents(&mut state, requests);
                 let (turn, reclaim) = (patience.turn, patience.reclaim());
                 let standing = Standing { turn, reclaim, capture };
                 plan::plan(&mut state, &self.device, requests, usable, standing)?
@@ -542,6 +538,14 @@ impl Pager {
                 Planned::Refuse(reason) => return Ok(Err(reason)),
             }
         }
+    }
+
+    fn note_extents(&self, state: &mut State, requests: &[Request<'_>]) {
+        for request in requests {
+            let end = u64::from(request.pages.end) * self.page_bytes();
+            state.raise_extent(request.bar.id, end);
+        }
+        self.update_eager(state);
     }
 
     /// A refusal of the driver caps the budget and is planned around once: what is resident may
