@@ -31,8 +31,8 @@
 //!   sticky, and belongs to whoever enqueued it, not to the call that returns it.
 //! * **Capture.** On a capturing stream nothing runs; `event_query` and `event_record` of others
 //!   may be refused with codes 900 to 908 unless the thread is in relaxed capture mode.
-//! * Calls that wait for the whole device, and stop launches meanwhile: `mem_free`, `mem_free_host`,
-//!   `mem_host_unregister`, `module_load`, `ctx_synchronize`. `mem_host_alloc` and
+//! * Calls that wait for the whole device, and stop launches meanwhile: `mem_free`,
+//!   `mem_free_host`, `mem_host_unregister`, `module_load`, `ctx_synchronize`. `mem_host_alloc` and
 //!   `mem_host_register` wait for nothing, and stop launches for as long as they take.
 
 use std::ops::Range;

@@ -2,8 +2,8 @@
 //! a stream is being captured.
 //!
 //! Such a block is *pending*: in no table of live or free blocks until the fences that were
-//! recorded for it have passed. Nothing is recorded on a stream that is being captured; what it uses waits
-//! for the end of the capture and is recorded then.
+//! recorded for it have passed. Nothing is recorded on a stream that is being captured; what it
+//! uses waits for the end of the capture and is recorded then.
 
 use super::heap::{ORDINARY, Sort};
 use super::{Allocator, Freed};
