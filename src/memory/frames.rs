@@ -119,20 +119,25 @@ impl Frames {
         self.frame(index).handle
     }
 
-    /// Takes a free frame that `admit` allows, the latest freed first. `admit` is given what may
-    /// still use a frame and answers with what the next user must wait for.
+    /// Takes up to `count` free frames that `admit` allows, the latest freed first. `admit` is told
+    /// what may still use a frame, and answers with what its next user must wait for: once a frame.
     pub fn take_free(
         &mut self,
+        count: usize,
         mut admit: impl FnMut(&[Ticket]) -> Option<Vec<Ticket>>,
-    ) -> Option<(FrameIndex, Vec<Ticket>)> {
-        let found = self.free.iter().enumerate().rev();
-        let (at, users) =
-            found.filter_map(|(at, index)| Some((at, admit(&self.frame(*index).users)?))).next()?;
-        let index = self.free.remove(at);
-        let frame = self.frame_mut(index);
-        frame.place = Place::Mapped;
-        frame.users.clear();
-        Some((index, users))
+    ) -> Vec<(FrameIndex, Vec<Ticket>)> {
+        let (mut taken, mut at) = (Vec::new(), self.free.len());
+        while at > 0 && taken.len() < count {
+            at -= 1;
+            let index = self.free[at];
+            let Some(users) = admit(&self.frame(index).users) else { continue };
+            self.free.remove(at);
+            let frame = self.frame_mut(index);
+            frame.place = Place::Mapped;
+            frame.users.clear();
+            taken.push((index, users));
+        }
+        taken
     }
 
     /// Puts a frame on the free list, with what may still use it.
@@ -146,12 +151,15 @@ impl Frames {
 
     /// Takes a free frame that could go back to the driver at once: `passed` holds for its users,
     /// and it has no old mapping.
-    pub fn take_releasable(&mut self, passed: impl Fn(&[Ticket]) -> bool) -> Option<FrameIndex> {
-        let may_go = |index: &FrameIndex| {
+    pub fn take_releasable(
+        &mut self,
+        mut passed: impl FnMut(&[Ticket]) -> bool,
+    ) -> Option<FrameIndex> {
+        let mut may_go = |index: &FrameIndex| {
             let frame = self.frame(*index);
             frame.old_mappings == 0 && passed(&frame.users)
         };
-        let at = self.free.iter().rposition(may_go)?;
+        let at = self.free.iter().rposition(&mut may_go)?;
         let index = self.free.remove(at);
         self.frame_mut(index).place = Place::Mapped;
         Some(index)
@@ -270,8 +278,11 @@ mod tests {
         frames.cancel_creating(1);
         assert_eq!((frames.held(), frames.peak()), (1, 2));
         frames.put_free(one, vec![Ticket::new(1, 1)]);
-        assert!(frames.take_free(|users| users.is_empty().then(Vec::new)).is_none());
-        let (again, users) = frames.take_free(|users| Some(users.to_vec())).unwrap();
+        assert!(frames.take_free(2, |users| users.is_empty().then(Vec::new)).is_empty());
+        assert!(frames.take_free(0, |_| Some(Vec::new())).is_empty());
+        let taken = frames.take_free(2, |users| Some(users.to_vec()));
+        let [(again, users)] = &taken[..] else { panic!("{taken:?}") };
+        let again = *again;
         assert_eq!((again, users.len()), (one, 1));
         assert_eq!(frames.remove(again), Some(FrameHandle(1)));
         frames.start_creating(1);

@@ -4,8 +4,7 @@
 //! A *pool* is the ordinary one, or a graph's own. In a pool each stream has a *heap*: free memory
 //! that this stream used last, and may use again at once. What other streams' heaps hold becomes
 //! *neutral* when the work that used it has passed ([`Core::settle`] in `sweep`): then it is
-//! anybody's.
-//! Memory is in pages; some are cut into chunks of a slab's size for small requests.
+//! anybody's. Memory is in pages; some are cut into chunks of a slab's size for small requests.
 //!
 //! ```text
 //! request <= 32 KiB        a slot of a slab, one size class a slab        one chunk

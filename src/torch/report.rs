@@ -85,13 +85,9 @@ impl Allocator {
         f64::from_bits(self.fraction.load(Relaxed))
     }
 
-    /// The state, to be looked at. `None` in a forked child where another thread's copy holds the
-    /// lock for ever.
+    /// The state, to be looked at. `None` in a forked child and at exit.
     fn look(&self) -> Option<crate::sync::MutexGuard<'_, Core>> {
-        match process::ending() {
-            true => self.core.try_lock(),
-            false => Some(self.core.lock()),
-        }
+        (!process::ending()).then(|| self.core.lock())
     }
 
     /// What a request that failed comes to.

@@ -4,7 +4,7 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
-use vbar::driver::sim::{Sim, SimOptions};
+use vbar::driver::sim::{Sim, SimOptions, Verb};
 use vbar::driver::{Driver, KernelCall};
 use vbar::host::source::ModelFile;
 use vbar::memory::pager::HeldPins;
@@ -249,4 +249,35 @@ fn a_refill_faulted_without_a_stream_and_committed_on_one_is_waited_for() {
     world.sim.ctx_synchronize().unwrap();
     assert!(matches!(fault(&world, &next, 0..1), Fault::Resident(_)));
     world.check();
+}
+
+/// Of a miss beside so many pages of a closed VBAR whose work is not done: how often the driver is
+/// asked about events by a fault of `pages` pages, with room for them or without.
+fn queries_beside(lingering: u64, pages: u64, room: u64) -> u64 {
+    let sim = format!("capacity={},granularity=64K", 2 * (lingering + pages) * P);
+    let world = World::with(&sim, budget_options(lingering + room));
+    let (old, new, other) = (world.vbar(lingering), world.vbar(pages), world.another_stream());
+    world.sim.hold_stream(world.stream).unwrap();
+    for page in 0..lingering {
+        let guard = resident(&world, &old, page..page + 1);
+        world.write(guard.address(), 8, 1, world.stream);
+        drop(guard);
+    }
+    drop(old);
+    assert_eq!(world.runtime.numbers().lingering_mappings, lingering);
+    let before = world.sim.calls(Verb::EventQuery);
+    drop(resident_on(&new, 0..pages, other));
+    let queries = world.sim.calls(Verb::EventQuery) - before;
+    world.sim.release_stream(world.stream).unwrap();
+    world.sim.ctx_synchronize().unwrap();
+    world.check();
+    queries
+}
+
+#[test]
+fn pages_that_wait_for_their_users_cost_a_miss_no_query_each() {
+    for (pages, room) in [(1, 1), (1, 0), (8, 0), (100, 0)] {
+        let (few, many) = (queries_beside(200, pages, room), queries_beside(2000, pages, room));
+        assert!(many <= few, "{pages} pages, room for {room}: {many} queries instead of {few}");
+    }
 }

@@ -8,8 +8,8 @@
 use std::sync::Arc;
 
 use super::Pager;
+use super::hands::Parting;
 use super::plan::{Taken, Victim};
-use super::release::Parting;
 use super::state::Destination;
 use crate::counters;
 use crate::driver::DriverCode;

@@ -8,8 +8,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::Pager;
+use super::hands::Parting;
 use super::plan::{Blocked, Usable, take_pages};
-use super::release::Parting;
 use super::state::{BarState, Destination, Life};
 use crate::counters;
 use crate::driver::DriverResult;

@@ -12,6 +12,7 @@ mod arena;
 mod claim;
 mod close;
 mod follow;
+mod hands;
 mod hold;
 mod host;
 mod host_mapped;
@@ -22,6 +23,7 @@ mod patience;
 mod plan;
 mod poison;
 mod poll;
+mod reaping;
 mod reclaim;
 mod release;
 mod state;
@@ -34,7 +36,7 @@ use std::sync::{Arc, OnceLock, Weak};
 use crate::copy::fill::Filler;
 use crate::counters;
 use crate::driver::CaptureState;
-use crate::error::{Error, ErrorCode, Result};
+use crate::error::Result;
 use crate::memory::budget::Budget;
 use crate::memory::page_table::{Page, PageState, Pin};
 use crate::memory::vbar::Bar;
@@ -58,12 +60,14 @@ pub use reclaim::Reclaim;
 pub use release::{Freed, Shortfall};
 
 use act::{Failure, Writer};
+use hands::{Grip, InHand};
 use host_mapped::Host;
-use patience::Patience;
 use plan::{Planned, Protected, Standing, Usable};
 pub(in crate::memory) use poll::Poll;
+use reaping::Reaping;
 use release::Excess;
 use state::State;
+use {hold::too_many_pins, patience::Patience, reclaim::Reclaimers};
 
 /// See the module's text.
 pub struct Pager {
@@ -74,8 +78,7 @@ pub struct Pager {
     filler: Mutex<Option<Arc<Filler>>>,
     /// Whether the filler has threads that read; locked while that changes.
     reading: Mutex<Threads>,
-    reclaim: Mutex<Option<Weak<dyn Reclaim>>>,
-    allocator: Mutex<Option<Weak<dyn Reclaim>>>,
+    reclaim: Reclaimers,
     follower: OnceLock<Weak<dyn Follow>>,
     host: Host,
 }
@@ -123,8 +126,7 @@ impl Pager {
             changed: Condvar::new(),
             filler: Mutex::new(None),
             reading: Mutex::new(options.threads.unwrap_or_default()),
-            reclaim: Mutex::new(None),
-            allocator: Mutex::new(None),
+            reclaim: Reclaimers::default(),
             follower: OnceLock::new(),
             host: Host::of(&device),
             device,
@@ -466,22 +468,8 @@ impl Pager {
         slot: Option<StreamSlot>,
         capture: CaptureState,
     ) -> Result<std::result::Result<Vec<Protected>, Reason>> {
-        let bound = requests.iter().all(|request| request.bar.bound().is_some());
-        let (mode, writer) = match (capture, slot) {
-            (CaptureState::None, Some(_)) => (Mode::Stream, Some(Writer { stream, slot })),
-            _ => (Mode::Cpu, None),
-        };
-        let strict = self.device.options.eviction == Eviction::Strict;
-        let usable = match mode {
-            // On a capturing stream a bound VBAR is filled on the fill stream, which is none of
-            // the capture's; anything else would have to be recorded or waited for.
-            _ if capture == CaptureState::Implicit => Usable::Nothing,
-            _ if capture != CaptureState::None && !bound => Usable::Nothing,
-            _ if strict => Usable::Passed,
-            Mode::Cpu if !bound => Usable::Passed,
-            _ => Usable::Recorded,
-        };
-        let mut patience = Patience::new(self);
+        let (usable, writer) = self.usable_for(requests, stream, slot, capture);
+        let (mut patience, mut reaping) = (Patience::new(self), Reaping::Frames);
         loop {
             self.device.check()?;
             // After a refusal the cap that it set holds for this request: what the driver calls
@@ -489,7 +477,7 @@ impl Pager {
             if patience.refused_once.is_none() {
                 self.poll_budget(Poll::IfDue)?;
             }
-            self.reap()?;
+            reaping = self.reap_for(reaping)?;
             if self.shrink()? == Excess::Unknown && patience.may_wait_for_context(capture) {
                 self.device.context_wait()?;
                 self.reap_now()?;
@@ -497,13 +485,9 @@ impl Pager {
             }
             self.prepare_poison()?;
             let begin_ns = trace::begin();
-            let planned = {
-                let mut state = self.state.lock();
-                self.note_extents(&mut state, requests);
-                let (turn, reclaim) = (patience.turn, patience.reclaim());
-                let standing = Standing { turn, reclaim, capture };
-                plan::plan(&mut state, &self.device, requests, usable, standing)?
-            };
+            let (turn, reclaim) = (patience.turn, patience.reclaim());
+            let standing = Standing { turn, reclaim, capture };
+            let (planned, _in_hand) = self.plan(requests, usable, standing)?;
             match planned {
                 Planned::Ready(protected) => {
                     // Found after a wait for whoever had it in hand.
@@ -525,6 +509,14 @@ impl Pager {
                         }
                     }
                 }
+                Planned::Wait(_)
+                | Planned::Reclaim(_)
+                | Planned::ContextWait
+                | Planned::Refuse(_)
+                    if reaping == Reaping::Frames =>
+                {
+                    reaping = Reaping::All;
+                }
                 Planned::LeaveHost(taken) => drop(self.part_with_hosted(taken)),
                 Planned::Reclaim(frames) => patience.ask_for(frames),
                 Planned::Wait(kind) => patience.pause(kind)?,
@@ -534,18 +526,55 @@ impl Pager {
                     self.device.context_wait()?;
                 }
                 Planned::ContextWait => return Ok(Err(Reason::FenceUnknown)),
-                Planned::Refuse(reason) if patience.ask_last(page_count(requests), reason) => {}
+                Planned::Refuse(reason) if patience.ask_last(requests, reason) => {}
                 Planned::Refuse(reason) => return Ok(Err(reason)),
             }
         }
     }
 
-    fn note_extents(&self, state: &mut State, requests: &[Request<'_>]) {
+    /// Which frames a request can use, and who writes to them.
+    fn usable_for(
+        &self,
+        requests: &[Request<'_>],
+        stream: Stream,
+        slot: Option<StreamSlot>,
+        capture: CaptureState,
+    ) -> (Usable, Option<Writer>) {
+        let bound = requests.iter().all(|request| request.bar.bound().is_some());
+        let (mode, writer) = match (capture, slot) {
+            (CaptureState::None, Some(_)) => (Mode::Stream, Some(Writer { stream, slot })),
+            _ => (Mode::Cpu, None),
+        };
+        let strict = self.device.options.eviction == Eviction::Strict;
+        let usable = match mode {
+            // On a capturing stream a bound VBAR is filled on the fill stream, which is none of
+            // the capture's; anything else would have to be recorded or waited for.
+            _ if capture == CaptureState::Implicit => Usable::Nothing,
+            _ if capture != CaptureState::None && !bound => Usable::Nothing,
+            _ if strict => Usable::Passed,
+            Mode::Cpu if !bound => Usable::Passed,
+            _ => Usable::Recorded,
+        };
+        (usable, writer)
+    }
+
+    /// Plans a request under the lock. What it claims is in the caller's hands.
+    fn plan(
+        &self,
+        requests: &[Request<'_>],
+        usable: Usable,
+        standing: Standing,
+    ) -> Result<(Planned, Option<InHand<'_>>)> {
+        let mut state = self.state.lock();
         for request in requests {
             let end = u64::from(request.pages.end) * self.page_bytes();
             state.raise_extent(request.bar.id, end);
         }
-        self.update_eager(state);
+        self.update_eager(&state);
+        let planned = plan::plan(&mut state, &self.device, requests, usable, standing)?;
+        let acts = matches!(planned, Planned::Act(..));
+        let in_hand = acts.then(|| InHand::new(self, &mut state, Grip::Coming));
+        Ok((planned, in_hand))
     }
 
     /// A refusal of the driver caps the budget and is planned around once: what is resident may
@@ -568,13 +597,4 @@ impl Pager {
     fn page_bytes(&self) -> u64 {
         self.device.options.page_size.bytes()
     }
-}
-
-fn page_count(requests: &[Request<'_>]) -> u32 {
-    requests.iter().map(|request| request.pages.end - request.pages.start).sum()
-}
-
-#[cold]
-fn too_many_pins() -> Error {
-    Error::new(ErrorCode::TooManyPins, "one has as many pins as can be counted (65535)")
 }

@@ -8,10 +8,11 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::plan::Reclaiming;
-use super::{Pager, Reclaim};
+use super::{Pager, Reclaim, Request};
 use crate::driver::CaptureState;
 use crate::error::Result;
 use crate::outcome::{Reason, WaitKind};
+use crate::process;
 use crate::sync::fence::StreamSlot;
 use crate::sync::wait::Wait;
 use crate::units::Stream;
@@ -53,7 +54,8 @@ impl<'a> Patience<'a> {
 
     /// Asks for frames that their holder would rather keep, before the request is refused; whether
     /// it is worth another plan.
-    pub(super) fn ask_last(&mut self, frames: u32, reason: Reason) -> bool {
+    pub(super) fn ask_last(&mut self, requests: &[Request<'_>], reason: Reason) -> bool {
+        let frames = requests.iter().map(|request| request.pages.end - request.pages.start).sum();
         let helps = matches!(
             reason,
             Reason::Budget
@@ -119,7 +121,9 @@ impl<'a> Patience<'a> {
 
 impl Drop for Patience<'_> {
     fn drop(&mut self) {
-        if let Some(turn) = self.turn {
+        if let Some(turn) = self.turn
+            && !process::ending()
+        {
             self.pager.state.lock().queue.retain(|waiting| *waiting != turn);
         }
     }

@@ -22,7 +22,7 @@ use crate::memory::vbar::Bar;
 use crate::options::Eviction;
 use crate::outcome::{Reason, WaitKind};
 use crate::sync::device::Device;
-use crate::sync::fence::Cover;
+use crate::sync::fence::{Cover, Look};
 use crate::sync::ticket::Ticket;
 use crate::units::PageIndex;
 
@@ -277,25 +277,20 @@ pub(super) fn take_spare(
     let passed = |users: &[Ticket]| {
         users.iter().all(|user| device.fences.known_passed(*user)).then(Vec::new)
     };
-    while takes.len() < needed {
-        let Some((frame, users)) = state.frames.take_free(passed) else { break };
-        takes.push((Take::Free(frame), users));
-    }
+    let free = |(frame, users)| (Take::Free(frame), users);
+    takes.extend(state.frames.take_free(needed, passed).into_iter().map(free));
     let creatable = state.creatable(device.options.page_size.bytes()) as usize;
     let created = (needed - takes.len()).min(creatable);
     state.frames.start_creating(created as u32);
     takes.extend((0..created).map(|_| (Take::Create, Vec::new())));
     let mut blocked = Blocked::default();
-    while takes.len() < needed {
-        let in_use = |users: &[Ticket]| blocked.admit(device, users.to_vec(), usable);
-        let Some((frame, users)) = state.frames.take_free(in_use) else { break };
-        takes.push((Take::Free(frame), users));
-    }
+    let mut in_use = |users: &[Ticket]| blocked.admit(device, users.to_vec(), usable);
+    let missing = needed - takes.len();
+    takes.extend(state.frames.take_free(missing, &mut in_use).into_iter().map(free));
     // Strictly, a frame's old mapping goes before the new one comes.
-    while takes.len() < needed && usable == Usable::Recorded {
-        let in_use = |users: &[Ticket]| blocked.admit(device, users.to_vec(), usable);
-        let Some((frame, users)) = state.take_leaving(in_use) else { break };
-        takes.push((Take::Free(frame), users));
+    if usable == Usable::Recorded {
+        let missing = needed - takes.len();
+        takes.extend(state.take_leaving(missing, &mut in_use).into_iter().map(free));
     }
     (takes, blocked)
 }
@@ -353,6 +348,7 @@ pub(super) struct Blocked {
     pub(super) pending: u32,
     /// The driver would not say: an invalid context or handle, a lost device.
     pub(super) failed: Option<Error>,
+    look: Look,
 }
 
 impl Blocked {
@@ -397,7 +393,7 @@ impl Blocked {
     ) -> Option<Vec<Ticket>> {
         let mut remaining = Vec::new();
         for user in users {
-            match device.fences.cover(user) {
+            match device.fences.cover_in(&mut self.look, user) {
                 Ok(Cover::Passed) => {}
                 Ok(Cover::Recorded) => remaining.push(user),
                 Ok(Cover::Unknown) => {

@@ -8,7 +8,17 @@
 use std::sync::{Arc, Weak};
 
 use super::Pager;
+use crate::process;
 use crate::sync::Mutex;
+
+/// Who is asked.
+#[derive(Default)]
+pub(super) struct Reclaimers {
+    /// The program's.
+    program: Mutex<Option<Weak<dyn Reclaim>>>,
+    /// The library's own.
+    allocator: Mutex<Option<Weak<dyn Reclaim>>>,
+}
 
 /// The second is asked for what the first does not give.
 struct Both(Arc<dyn Reclaim>, Arc<dyn Reclaim>);
@@ -45,12 +55,16 @@ impl Pager {
     /// Registers who is asked for frames before pages are evicted; the last one registered counts.
     /// It is not kept alive.
     pub fn set_reclaim(&self, reclaim: &Arc<dyn Reclaim>) {
-        *self.reclaim.lock() = Some(Arc::downgrade(reclaim));
+        if !process::ending() {
+            *self.reclaim.program.lock() = Some(Arc::downgrade(reclaim));
+        }
     }
 
     /// Registers an allocator of the library's own, which is asked beside the program's.
     pub fn set_allocator(&self, allocator: &Arc<dyn Reclaim>) {
-        *self.allocator.lock() = Some(Arc::downgrade(allocator));
+        if !process::ending() {
+            *self.reclaim.allocator.lock() = Some(Arc::downgrade(allocator));
+        }
     }
 
     /// Who is registered, if it still lives.
@@ -58,7 +72,7 @@ impl Pager {
         let live = |holder: &Mutex<Option<Weak<dyn Reclaim>>>| {
             holder.lock().as_ref().and_then(Weak::upgrade)
         };
-        match (live(&self.allocator), live(&self.reclaim)) {
+        match (live(&self.reclaim.allocator), live(&self.reclaim.program)) {
             (Some(own), Some(program)) => Some(Arc::new(Both(own, program))),
             (own, program) => own.or(program),
         }

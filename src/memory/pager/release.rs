@@ -6,15 +6,18 @@
 use std::sync::Arc;
 
 use super::Pager;
+use super::hands::{Grip, InHand, Parting};
 use super::plan::{Backing, Blocked, Taken, Usable, Victim, take_pages};
 use super::state::{Destination, Lingering, LingeringFrame, State};
 use crate::counters;
 use crate::error::{ErrorCode, Result};
 use crate::memory::frames::FrameIndex;
+use crate::memory::page_table::PageState;
 use crate::memory::vbar::Bar;
 use crate::outcome::WaitKind;
+use crate::process;
 use crate::sync::context::WithoutEvent;
-use crate::sync::fence::Cover;
+use crate::sync::fence::{Cover, Look};
 use crate::sync::ticket::Ticket;
 
 /// Why memory that was asked back did not come.
@@ -56,15 +59,9 @@ impl Pager {
         let _scope = self.device.enter()?;
         let (ripe, parting) = {
             let mut state = self.state.lock();
-            let mut ripe: Vec<Lingering> = Vec::new();
-            let mut rest = Vec::new();
-            for entry in state.lingering.drain(..) {
-                match self.passed(&entry.users) {
-                    Ok(true) => ripe.push(entry),
-                    _ => rest.push(entry),
-                }
-            }
-            state.lingering = rest;
+            let mut look = Look::default();
+            let is_ripe = |entry: &mut Lingering| self.have_passed(&entry.users, &mut look);
+            let ripe: Vec<Lingering> = state.lingering.extract_if(.., is_ripe).collect();
             let frames = ripe.iter().filter(|entry| entry.frame.is_of_device()).count();
             let parting = Parting::new(self, &mut state, frames);
             (ripe, parting)
@@ -80,13 +77,10 @@ impl Pager {
         Ok(())
     }
 
-    pub(super) fn passed(&self, users: &[Ticket]) -> Result<bool> {
-        for user in users {
-            if self.device.fences.cover(*user)? != Cover::Passed {
-                return Ok(false);
-            }
-        }
-        Ok(true)
+    /// Whether work is known to be done.
+    fn have_passed(&self, users: &[Ticket], look: &mut Look) -> bool {
+        let mut covers = users.iter().map(|user| self.device.fences.cover_in(look, *user));
+        covers.all(|cover| matches!(cover, Ok(Cover::Passed)))
     }
 
     fn remove_lingering(&self, entry: Lingering) {
@@ -158,7 +152,7 @@ impl Pager {
         let _scope = self.device.enter()?;
         self.reclaim_excess();
         let mut blocked = Blocked::default();
-        let (free, pages, missing) = {
+        let (free, pages, missing, in_hand) = {
             let mut state = self.state.lock();
             // What other threads take from their pages now is held still, and need not go twice.
             let leaving = state.frames.leaving() + state.shrinking_count;
@@ -174,7 +168,9 @@ impl Pager {
             state.shrinking_count += idle.len() as u32;
             let late = in_use.into_iter().map(|taken| linger(taken, Destination::Driver));
             state.lingering.extend(late);
-            (free, idle, missing)
+            let takes = !(free.is_empty() && idle.is_empty());
+            let in_hand = takes.then(|| InHand::new(self, &mut state, Grip::Leaving));
+            (free, idle, missing, in_hand)
         };
         for handle in free {
             self.release_handle(handle);
@@ -182,6 +178,7 @@ impl Pager {
         for (victim, _) in &pages {
             self.part(victim, Some((victim.frame, Destination::Driver)), Counted::Yes);
         }
+        drop(in_hand);
         // What only helps to find faults gives way when the rest cannot.
         let missing = missing.saturating_sub(self.reclaim_last(missing));
         let given_up = if missing > 0 { self.give_up_poison() } else { 0 };
@@ -215,18 +212,26 @@ impl Pager {
         Ok(())
     }
 
-    /// Takes up to `count` pages of any VBAR, lowest rank first, whose users a fence covers.
+    /// Takes up to `count` pages of any VBAR, lowest rank first, whose users a fence covers. Of a
+    /// bound one, which fetches what it lacks wherever it lies, those first that nobody uses any
+    /// more: a program enqueues passes ahead, and its last pages are in use until all of them end.
     fn take_by_rank(&self, state: &mut State, count: u32, blocked: &mut Blocked) -> Taken {
         let mut taken: Taken = Vec::new();
         for rank in &state.order {
-            let missing = count as usize - taken.len();
-            if missing == 0 {
+            let entry = state.bar(rank.bar);
+            let mut take = |usable, blocked: &mut Blocked| {
+                let pages = entry.resident.range(entry.floor..).rev().copied();
+                let missing = count as usize - taken.len();
+                taken.extend(take_pages(&self.device, &entry.bar, pages, missing, usable, blocked));
+            };
+            if entry.bar.bound().is_some() {
+                // What is in the way of these is asked again below.
+                take(Usable::Passed, &mut Blocked::default());
+            }
+            take(Usable::Recorded, blocked);
+            if taken.len() == count as usize {
                 break;
             }
-            let entry = state.bar(rank.bar);
-            let pages = entry.resident.range(entry.floor..).rev().copied();
-            let usable = Usable::Recorded;
-            taken.extend(take_pages(&self.device, &entry.bar, pages, missing, usable, blocked));
         }
         self.note_taken(state, &taken);
         taken
@@ -246,6 +251,10 @@ impl Pager {
     /// frames went to the driver at once.
     pub(super) fn part_or_linger(&self, pages: Taken, destination: Destination) -> u32 {
         let mut released = 0;
+        // The child of a fork that the program made while it waited for their users.
+        if process::ending() {
+            return released;
+        }
         for (victim, users) in pages {
             if users.is_empty() {
                 let frame = Some((victim.frame, destination));
@@ -276,6 +285,7 @@ impl Pager {
         self.free(
             bytes,
             |count| self.take_from_end(bar, first, count),
+            || bar.table.touched().any(|(_, page)| page.word().state == PageState::Claimed),
             |blocked| self.why_nothing(bar, blocked),
         )
     }
@@ -291,6 +301,7 @@ impl Pager {
     }
 
     fn free_any(&self, bytes: u64) -> Result<Freed> {
+        self.device.check()?;
         let trimmed = {
             let count = self.wanted_pages(bytes);
             let held = u64::from(self.state.lock().frames.held()) * self.page_bytes();
@@ -312,7 +323,8 @@ impl Pager {
                 _ => Shortfall::AtFloor,
             },
         };
-        let freed = self.free(bytes - trimmed, take, |blocked| Ok(why_nothing(blocked)))?;
+        let any = || true;
+        let freed = self.free(bytes - trimmed, take, any, |blocked| Ok(why_nothing(blocked)))?;
         Ok(Freed { bytes: freed.bytes + trimmed, ..freed })
     }
 
@@ -320,11 +332,14 @@ impl Pager {
         self.device.options.page_size.pages_for(bytes).min(u64::from(u32::MAX)) as u32
     }
 
-    /// Takes victims, waits for their users and releases their frames, until enough is freed.
+    /// Takes victims, waits for their users and releases their frames, until enough is freed. When
+    /// there are no more it waits once for what other threads have in hand, if that may be what is
+    /// asked for.
     fn free(
         &self,
         bytes: u64,
         take: impl Fn(u32) -> Result<(Taken, Blocked)>,
+        may_be_in_hand: impl Fn() -> bool,
         why_nothing: impl Fn(&Blocked) -> Result<Shortfall>,
     ) -> Result<Freed> {
         self.device.check()?;
@@ -332,7 +347,7 @@ impl Pager {
         let _scope = self.device.enter()?;
         self.reap()?;
         let mut released = 0;
-        let mut context_waited = false;
+        let (mut context_waited, mut hands_waited) = (false, false);
         let shortfall = loop {
             if released >= wanted {
                 break None;
@@ -352,6 +367,17 @@ impl Pager {
                     }
                     context_waited = true;
                     continue;
+                }
+                if !hands_waited && may_be_in_hand() {
+                    hands_waited = true;
+                    match self.wait_for_hands(&[Grip::Coming, Grip::Leaving]) {
+                        Ok(true) => continue,
+                        Ok(false) => {}
+                        Err(error) if error.code() == ErrorCode::TimedOut => {
+                            break Some(Shortfall::TimedOut);
+                        }
+                        Err(error) => return Err(error),
+                    }
                 }
                 break Some(why_nothing(&blocked)?);
             }
@@ -454,19 +480,38 @@ impl Pager {
             }
             self.reap_now()?;
         }
+        let keep = self.kept_pages(keep_bytes);
+        let mut released = self.release_free(keep);
+        // Frames that another thread takes from pages whose time is over come free in a moment.
+        if self.state.lock().frames.held() > keep {
+            match self.wait_for_hands(&[Grip::Leaving]) {
+                Ok(true) => released += self.release_free(keep),
+                Ok(false) => {}
+                Err(error) if error.code() == ErrorCode::TimedOut => log::debug!("trim: {error}"),
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(released * self.page_bytes())
+    }
+
+    /// Releases free frames until at most `keep` are held, as far as there are any. Returns how
+    /// many went.
+    fn release_free(&self, keep: u32) -> u64 {
         let handles = {
             let mut state = self.state.lock();
-            let keep = self.kept_pages(keep_bytes);
             let count = state.frames.held().saturating_sub(keep);
             take_passed_free(&mut state, self, count)
         };
-        let released = handles.into_iter().filter(|handle| self.release_handle(*handle));
-        Ok(released.count() as u64 * self.page_bytes())
+        handles.into_iter().filter(|handle| self.release_handle(*handle)).count() as u64
     }
 
-    /// Frames by the table, and mappings by the words: for tests.
+    /// Frames by the table, and mappings by the words: for tests. In a forked child, and at exit,
+    /// there is nothing to be looked at.
     #[must_use]
     pub fn is_valid(&self) -> bool {
+        if process::ending() {
+            return true;
+        }
         let contradiction = self.state.lock().contradiction();
         if let Some(what) = &contradiction {
             log::error!("the pager's tables contradict themselves: {what}");
@@ -488,29 +533,6 @@ fn linger((victim, users): (Victim, Vec<Ticket>), destination: Destination) -> L
     Lingering { bar, page, users, frame: LingeringFrame::To(frame, destination) }
 }
 
-/// Frames on their way from evicted pages, in the hands of a thread: a request that lacks frames
-/// waits for its end.
-pub(super) struct Parting<'a> {
-    pager: &'a Pager,
-    count: u32,
-}
-
-impl<'a> Parting<'a> {
-    pub(super) fn new(pager: &'a Pager, state: &mut State, frames: usize) -> Self {
-        let count = frames as u32;
-        state.parting_count += count;
-        Self { pager, count }
-    }
-}
-
-impl Drop for Parting<'_> {
-    fn drop(&mut self) {
-        if self.count > 0 {
-            self.pager.state.lock().parting_count -= self.count;
-        }
-    }
-}
-
 /// What is left above the budget.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Excess {
@@ -527,10 +549,11 @@ fn take_passed_free(
     pager: &Pager,
     count: u32,
 ) -> Vec<crate::driver::FrameHandle> {
-    let passed = |users: &[Ticket]| pager.passed(users).is_ok_and(|passed| passed);
+    let mut look = Look::default();
+    let mut passed = |users: &[Ticket]| pager.have_passed(users, &mut look);
     let mut handles = Vec::new();
     while handles.len() < count as usize {
-        let Some(frame) = state.frames.take_releasable(passed) else { break };
+        let Some(frame) = state.frames.take_releasable(&mut passed) else { break };
         handles.extend(state.frames.remove(frame));
     }
     handles

@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 
 use super::Role;
 use super::claim::Backing;
+use super::hands::Hands;
 use super::poison::Store;
 use crate::copy::fill::Keep;
 use crate::driver::FrameHandle;
@@ -156,6 +157,8 @@ pub(super) struct State {
     /// The same of pages that go because the frames held are more than the budget: these frames go
     /// to the driver.
     pub(super) shrinking_count: u32,
+    /// Claims and frames that threads carry out, or away.
+    pub(super) hands: Hands,
     /// Requests that wait for frames, in the order in which they came.
     pub(super) queue: VecDeque<u64>,
     next_turn: u64,
@@ -182,6 +185,7 @@ impl State {
             ahead_count: 0,
             parting_count: 0,
             shrinking_count: 0,
+            hands: Hands::default(),
             queue: VecDeque::new(),
             next_turn: 0,
             newest: 0,
@@ -356,24 +360,28 @@ impl State {
         self.frames.handle(frame)
     }
 
-    /// Takes the frame of a page that is gone but for its last users, if `admit` lets them. The
-    /// page's mapping stays behind until they have passed.
+    /// Takes the frames of up to `count` pages that are gone but for their last users, if `admit`
+    /// lets them, which is asked about each once. The pages' mappings stay behind until these have
+    /// passed.
     pub(super) fn take_leaving(
         &mut self,
+        count: usize,
         mut admit: impl FnMut(&[Ticket]) -> Option<Vec<Ticket>>,
-    ) -> Option<(FrameIndex, Vec<Ticket>)> {
-        let found = self.lingering.iter_mut().find_map(|entry| match entry.frame {
-            LingeringFrame::To(frame, Destination::FreeList) => {
-                let users = admit(&entry.users)?;
-                entry.frame = LingeringFrame::Moved;
-                Some((frame, users))
+    ) -> Vec<(FrameIndex, Vec<Ticket>)> {
+        let mut taken = Vec::new();
+        for entry in &mut self.lingering {
+            if taken.len() == count {
+                break;
             }
-            _ => None,
-        });
-        if let Some((frame, _)) = found {
-            self.frames.leave_mapping(frame);
+            if let LingeringFrame::To(frame, Destination::FreeList) = entry.frame
+                && let Some(users) = admit(&entry.users)
+            {
+                entry.frame = LingeringFrame::Moved;
+                self.frames.leave_mapping(frame);
+                taken.push((frame, users));
+            }
         }
-        found
+        taken
     }
 
     /// Checks the invariants; for tests and debug builds. Pages in the middle of a fault are in
