@@ -17,7 +17,7 @@
 //! ```text
 //! 9  ffi                                            bin: the command line
 //! 8  runtime        one per device: what a program opens
-//! 7  model/synth
+//! 7  torch          PyTorch's allocator, on the pager's frames         model/synth
 //! 5  memory/{pager, pins}    the one place where pages change hands
 //! 4  memory/{vbar, space, frames}                   copy/{staging, fill}
 //! 3  sync/{fence, context, device, wait, clock}     host: files, page-locked memory
@@ -63,6 +63,7 @@ pub mod process;
 pub mod runtime;
 pub mod slots;
 pub mod sync;
+pub mod torch;
 pub mod trace;
 pub mod units;
 

@@ -29,6 +29,7 @@ use crate::options::{RuntimeOptions, STAGING_SLOTS_MAX, Threads};
 use crate::process;
 use crate::sync::Mutex;
 use crate::sync::device::Device;
+use crate::torch::Allocator;
 use crate::units::{DeviceOrdinal, PageSize, Stream};
 
 pub use ahead::HINT_RANGES_MAX;
@@ -52,6 +53,7 @@ struct Inner {
     housekeeping: Housekeeping,
     engine: Arc<Engine>,
     pins: Pins,
+    torch: Mutex<Option<Arc<Allocator>>>,
     primary: Primary,
     addresses: Addresses,
 }
@@ -158,8 +160,8 @@ impl Runtime {
         let engine = Engine::new();
         let follower: Arc<dyn Follow> = Arc::clone(&engine) as _;
         pager.set_follower(&follower);
-        let inner =
-            Inner { pager, housekeeping, engine, pins: Pins::default(), primary, addresses };
+        let (pins, torch) = (Pins::default(), Mutex::default());
+        let inner = Inner { pager, housekeeping, engine, pins, torch, primary, addresses };
         Ok(Self { inner: Arc::new(inner) })
     }
 
@@ -378,6 +380,20 @@ impl Runtime {
         self.device().fences.retire(stream)
     }
 
+    /// PyTorch's allocator on the device's frames, made on first use.
+    ///
+    /// # Errors
+    /// As [`Allocator::new`].
+    pub fn torch_allocator(&self) -> Result<Arc<Allocator>> {
+        process::check()?;
+        let mut made = self.inner.torch.lock();
+        if let Some(allocator) = &*made {
+            return Ok(Arc::clone(allocator));
+        }
+        let allocator = Allocator::new(Arc::clone(&self.inner.pager))?;
+        Ok(Arc::clone(made.insert(allocator)))
+    }
+
     /// Ends every wait under way in this runtime with `Cancelled`. A thread's own waits are ended
     /// from inside by [`set_wait_check`](crate::set_wait_check).
     pub fn cancel_waits(&self) {
@@ -480,6 +496,9 @@ impl Drop for Inner {
     fn drop(&mut self) {
         self.engine.stop(&self.pager);
         self.housekeeping.stop();
+        if let Some(allocator) = &*self.torch.lock() {
+            allocator.close();
+        }
         let closed = self.pager.close();
         let device = &self.pager.device;
         if let Err(error) = &closed {
