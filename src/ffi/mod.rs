@@ -10,6 +10,7 @@
 //! device -> bar -> allocation -> fault -> token           status   numbers and their texts
 //!        -> model          -> dlpack  log   messages        sim      the simulated device
 //!        -> ahead  hints and wishes      wait     time-outs, cancelling
+//! torch    what PyTorch calls
 //! ```
 
 pub mod ahead;
@@ -27,6 +28,7 @@ pub mod source;
 pub mod statistics;
 pub mod status;
 pub mod token;
+pub mod torch;
 mod value;
 pub mod wait;
 

@@ -33,6 +33,8 @@ pub(crate) const HEADERS: &[Header] = &[
             "ahead",
             "dlpack",
             "statistics",
+            "torch",
+            "torch/numbers",
         ],
         includes: &[],
         more: statuses_and_constants,
