@@ -5,13 +5,40 @@
 #define VBAR_TESTS_TORCH_PLUG_H
 
 #include <dlfcn.h>
+#include <unistd.h>
 
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
 #include <functional>
 #include <string>
 #include <utility>
 
-#include "../check.h"
 #include "c10.h"
+#include "vbar.h"
+#include "vbar_sim.h"
+
+static inline void report(const char *file, int line, const char *what, int status) {
+    std::fprintf(stderr, "%s:%d: %s\n  status %d (%s): %s\n", file, line, what, status,
+                 vbar_status_text(status), vbar_last_message());
+    std::_Exit(1);
+}
+
+/* The condition holds. */
+#define CHECK(condition) \
+    do { \
+        if (!(condition)) report(__FILE__, __LINE__, #condition, 0); \
+    } while (0)
+
+/* The call succeeds. */
+#define OK(call) \
+    do { \
+        int status_ = (call); \
+        if (status_ != VBAR_STATUS_OK) report(__FILE__, __LINE__, #call, status_); \
+    } while (0)
+
+/* A test that hangs is ended. */
+static inline void start() { alarm(300); }
 
 using cudaStream_t = struct CUstream_st *;
 using MempoolId_t = std::pair<unsigned long long, unsigned long long>;
@@ -31,7 +58,11 @@ static const auto release_pool = plugged<void(int, MempoolId_t)>(&vbar_torch_rel
 
 /* A small device, not that of other tests: its name is its own. */
 static inline void configure(uint64_t pages) {
-    VbarDeviceOptions options = test_options(pages);
+    VbarDeviceOptions options{};
+    options.size = sizeof options;
+    options.page_bytes = 64 << 10;
+    options.budget_bytes = pages * options.page_bytes;
+    options.headroom_bytes = VBAR_HEADROOM_NONE;
     options.driver = "sim:capacity=64M,granularity=64K,address_space=64G,poison=1";
     OK(vbar_torch_configure(&options));
 }
