@@ -12,7 +12,7 @@ import tempfile
 import textwrap
 import unittest
 
-from support import ROOT, check_program, run_program
+from support import MIB, ROOT, check_program, run_program, write_model
 
 #: 64 MiB in pages of 2 MiB, on a device that is simulated.
 SIM = "sim:capacity=64M,address_space=64G"
@@ -449,6 +449,20 @@ class Phase(Case):
             assert torch.cuda.memory_reserved() == 0
             assert torch.cuda.mem_get_info()[0] == 64 * MIB
         """)
+
+
+class Example(unittest.TestCase):
+    def test_the_example_of_the_readme(self):
+        with tempfile.TemporaryDirectory() as folder:
+            path = pathlib.Path(folder) / "model.safetensors"
+            write_model(path, {name: ("U8", (8 * MIB,), bytes(8 * MIB)) for name in "abc"})
+            program = (ROOT / "examples/torch_tensors.py").read_text()
+            driver = "sim:capacity=2G,address_space=64G"
+            printed = check_program(
+                self, program, path, **Stand.environment(VBAR_DRIVER=driver)
+            )
+        self.assertIn("512 MiB in a tensor", printed)
+        self.assertIn("CUDA out of memory. Tried to allocate 4.00 GiB", printed)
 
 
 class Ends(Case):
