@@ -2429,8 +2429,8 @@ void vbar_torch_init(int32_t device_count);
 
 /*
  `reset_fn` of `CUDAPluggableAllocator`, behind `torch.cuda.empty_cache`: gives cached memory of
- all devices back to the driver, waiting for the work that used it. Throws `RuntimeError`.
- Thread-safe.
+ all devices back to the driver, waiting for the work that used it, and delivers messages of calls
+ of PyTorch's. Throws `RuntimeError`. Thread-safe.
  */
 void vbar_torch_reset(void);
 

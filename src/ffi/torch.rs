@@ -5,6 +5,9 @@
 //! `torch.OutOfMemoryError` or `RuntimeError` of; else NULL and the thread's last message. Those
 //! that PyTorch calls from destructors never throw. After a fork and at exit nothing is touched.
 //!
+//! PyTorch may hold its own lock, Python's, or both, so that these run nothing of the program's: no
+//! wait check, and messages are delivered by the next call that the program makes itself.
+//!
 //! ```text
 //! table     the devices, opened on first use     throw     exceptions of C++
 //! pools     which graph pool is meant            callable  a std::function that is kept
@@ -29,6 +32,7 @@ use super::status::VbarStatus;
 use super::value::{Out, read_growing};
 use crate::error::{Error, ErrorCode};
 use crate::process;
+use crate::sync::wait::Unasked;
 use crate::torch::{Freed, OutOfMemory, PoolId};
 use crate::units::Stream;
 
@@ -97,7 +101,11 @@ impl From<Error> for Failed {
 /// Runs what may fail; a panic is a failure. No exception of C++ may come through this.
 #[inline(always)]
 fn guarded<T>(body: impl FnOnce() -> Result<T, Failed>) -> Result<T, Failed> {
-    match catch_unwind(AssertUnwindSafe(body)) {
+    let unasked = || {
+        let _unasked = Unasked::new();
+        body()
+    };
+    match catch_unwind(AssertUnwindSafe(unasked)) {
         Ok(done) => done,
         Err(panic) => Err(Failed::of(&call::panicked(&*panic))),
     }
@@ -107,7 +115,6 @@ fn guarded<T>(body: impl FnOnce() -> Result<T, Failed>) -> Result<T, Failed> {
 #[inline(always)]
 fn hook(body: impl FnOnce() -> Result<(), Failed>) {
     let done = guarded(|| process::check().map_err(Failed::from).and_then(|()| body()));
-    log::deliver();
     if let Err(failed) = done {
         failed.raise();
     }
@@ -123,7 +130,6 @@ fn quiet_hook(body: impl FnOnce() -> Result<(), Failed>) {
     if guarded(body).is_err() {
         warn_of_failure();
     }
-    log::deliver();
 }
 
 #[cold]
@@ -166,7 +172,6 @@ pub extern "C-unwind" fn vbar_torch_malloc(
     match made {
         Ok(address) => place(address),
         Err(failed) => {
-            log::deliver();
             failed.raise();
             std::ptr::null_mut()
         }
@@ -203,7 +208,6 @@ fn tell_of_free(pointer: *mut c_void, freed: &Result<Freed, Failed>) {
         Ok(_) => {}
         Err(_) => warn_of_failure(),
     }
-    log::deliver();
 }
 
 /// `init_fn` of `CUDAPluggableAllocator`: PyTorch has found its devices; it is called with 0 when
@@ -220,10 +224,11 @@ pub extern "C-unwind" fn vbar_torch_init(device_count: i32) {
 }
 
 /// `reset_fn` of `CUDAPluggableAllocator`, behind `torch.cuda.empty_cache`: gives cached memory of
-/// all devices back to the driver, waiting for the work that used it. Throws `RuntimeError`.
-/// Thread-safe.
+/// all devices back to the driver, waiting for the work that used it, and delivers messages of calls
+/// of PyTorch's. Throws `RuntimeError`. Thread-safe.
 #[unsafe(no_mangle)]
 pub extern "C-unwind" fn vbar_torch_reset() {
+    log::deliver();
     hook(|| {
         // All of them, also when one is lost.
         let done = table::all().map(|device| device.allocator.empty_cache());
@@ -364,7 +369,6 @@ pub extern "C" fn vbar_torch_segment_malloc(
         let made = if size == 0 { None } else { allocator.segment_malloc(size, Stream(stream)) };
         made.ok_or_else(|| no_segment(size).into())
     });
-    log::deliver();
     made.map_or(std::ptr::null_mut(), place)
 }
 
@@ -435,4 +439,49 @@ pub unsafe extern "C" fn vbar_torch_raise(raise: *mut u32) -> VbarStatus {
         });
         Ok(())
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::ops::ControlFlow;
+    use std::time::Duration;
+
+    use super::*;
+    use crate::counters::Counters;
+    use crate::outcome::WaitKind;
+    use crate::sync::wait::{Cancellation, Wait, set_wait_check};
+
+    fn message() -> String {
+        // SAFETY: the thread's message is a C string that stays until its next failure.
+        unsafe { CStr::from_ptr(call::last_message()) }.to_str().unwrap_or_default().to_owned()
+    }
+
+    #[test]
+    fn a_panic_is_a_failure_and_a_message() {
+        let failed = guarded(|| -> Result<u64, Failed> { panic!("number {}", 7) });
+        assert!(matches!(failed, Err(Failed(Raise::Runtime))));
+        assert_eq!(message(), "a bug of vbar: number 7");
+        // Nothing of PyTorch is loaded here: it comes back.
+        hook(|| panic!("number {}", 8));
+        assert_eq!(message(), "a bug of vbar: number 8");
+        quiet_hook(|| panic!("number {}", 9));
+        assert_eq!(message(), "a bug of vbar: number 9");
+    }
+
+    #[test]
+    fn waits_of_pytorchs_calls_run_nothing_of_the_programs() {
+        let (counters, cancellation) = (Counters::default(), Cancellation::default());
+        let wait = || {
+            let timeout = Duration::from_secs(60);
+            let mut wait = Wait::start(WaitKind::Ready, &counters, &cancellation, timeout);
+            wait.pause()
+        };
+        set_wait_check(Some(Box::new(|| ControlFlow::Break(()))));
+        assert!(guarded(|| wait().map_err(Failed::from)).is_ok());
+        let _ = guarded(|| -> Result<(), Failed> { panic!("on the way") });
+        // It is asked again when that is over.
+        let asked = wait();
+        set_wait_check(None);
+        assert!(asked.is_err());
+    }
 }
