@@ -485,6 +485,9 @@ impl Drop for Inner {
     fn drop(&mut self) {
         self.engine.stop(&self.pager);
         self.housekeeping.stop();
+        if let Some(allocator) = self.torch.get_mut() {
+            allocator.close();
+        }
         let closed = self.pager.close();
         let device = &self.pager.device;
         if let Err(error) = &closed {

@@ -312,6 +312,22 @@ impl Device {
         self.fences.context_wait(&mut wait, without).map_err(|error| self.note(error))
     }
 
+    /// Waits for the context because the program asked for it, or has no other way to memory,
+    /// whatever the options say.
+    ///
+    /// # Errors
+    /// `Unsupported` while a known stream is being captured; `TimedOut`, `Cancelled`, or what the
+    /// driver says.
+    pub fn context_wait_asked(&self) -> Result<()> {
+        if self.fences.is_capture_known() {
+            let text = "a stream is being captured, which a wait for the context would break";
+            return Err(Error::new(ErrorCode::Unsupported, text));
+        }
+        let mut wait = self.wait(WaitKind::Context);
+        let waited = self.fences.context_wait(&mut wait, WithoutEvent::Synchronize);
+        waited.map_err(|error| self.note(error))
+    }
+
     /// Waits for the context before everything is freed, whatever the options say.
     ///
     /// # Errors

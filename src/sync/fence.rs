@@ -40,6 +40,22 @@ pub struct StreamSlot {
     index: u16,
 }
 
+impl StreamSlot {
+    /// Tells streams apart for as long as the process lives.
+    #[inline(always)]
+    #[must_use]
+    pub fn stream_id(self) -> u64 {
+        self.id.get()
+    }
+
+    /// What the slot's tickets are of.
+    #[inline(always)]
+    #[must_use]
+    pub fn index(self) -> u16 {
+        self.index
+    }
+}
+
 /// Apart from its neighbours by the two cache lines that processors fetch together.
 #[repr(align(128))]
 struct Slot {
@@ -214,6 +230,13 @@ impl Fences {
                 && self.is_still(slot)
     }
 
+    /// Whether the ticket has passed, or a record covers it, without asking the driver.
+    #[must_use]
+    pub fn is_recorded(&self, ticket: Ticket) -> bool {
+        self.known_passed(ticket)
+            || ticket.sequence() <= self.slots[ticket.slot() as usize].recorded.load(Acquire)
+    }
+
     /// What is known of a ticket after asking the driver.
     ///
     /// # Errors
@@ -292,6 +315,24 @@ impl Fences {
         entry.recorded_at.store(self.ticks.now(), Relaxed);
         self.ticks.learn();
         Ok(Ticket::new(slot.index, sequence))
+    }
+
+    /// Whether uses of the stream are without a record, and the interval since the last is over,
+    /// whether VBARs exceed the budget or not.
+    #[inline(always)]
+    #[must_use]
+    pub fn is_cover_due(&self, slot: StreamSlot) -> bool {
+        let entry = self.entry(slot);
+        entry.stamped.load(Relaxed) > entry.recorded.load(Relaxed)
+            && self.ticks.is_over(entry.recorded_at.load(Relaxed))
+    }
+
+    /// As [`Fences::stamp`], where the slot is still the stream's.
+    #[inline(always)]
+    #[must_use]
+    pub fn stamp_if_still(&self, slot: StreamSlot) -> Option<Ticket> {
+        let ticket = self.stamp(slot);
+        self.is_still(slot).then_some(ticket)
     }
 
     /// Whether it is time for a record on the stream: at once while VBARs exceed the budget, else
@@ -470,7 +511,10 @@ impl Fences {
             && slot.recorded.load(Acquire) <= slot.passed.load(Acquire))
     }
 
-    fn is_still(&self, slot: StreamSlot) -> bool {
+    /// Whether the slot is still the stream's.
+    #[inline(always)]
+    #[must_use]
+    pub fn is_still(&self, slot: StreamSlot) -> bool {
         self.entry(slot).id.load(Acquire) == slot.id.get()
     }
 

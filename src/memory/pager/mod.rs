@@ -8,6 +8,7 @@
 
 mod act;
 mod ahead;
+mod arena;
 mod claim;
 mod close;
 mod follow;
@@ -48,6 +49,7 @@ use crate::trace::{self, Kind};
 use crate::units::{Generation, PageIndex, Stream};
 
 pub use ahead::{Fetched, PageOf, Role, Spent, Stop, Wanted};
+pub use arena::{GiveTo, Returned};
 pub use close::is_work_pending;
 pub use follow::Follow;
 pub use hold::{Generations, Hit, Hold};
@@ -73,6 +75,7 @@ pub struct Pager {
     /// Whether the filler has threads that read; locked while that changes.
     reading: Mutex<Threads>,
     reclaim: Mutex<Option<Weak<dyn Reclaim>>>,
+    allocator: Mutex<Option<Weak<dyn Reclaim>>>,
     follower: OnceLock<Weak<dyn Follow>>,
     host: Host,
 }
@@ -121,6 +124,7 @@ impl Pager {
             filler: Mutex::new(None),
             reading: Mutex::new(options.threads.unwrap_or_default()),
             reclaim: Mutex::new(None),
+            allocator: Mutex::new(None),
             follower: OnceLock::new(),
             host: Host::of(&device),
             device,
@@ -534,6 +538,7 @@ impl Pager {
                     self.device.context_wait()?;
                 }
                 Planned::ContextWait => return Ok(Err(Reason::FenceUnknown)),
+                Planned::Refuse(reason) if patience.ask_last(page_count(requests), reason) => {}
                 Planned::Refuse(reason) => return Ok(Err(reason)),
             }
         }
@@ -559,6 +564,10 @@ impl Pager {
     fn page_bytes(&self) -> u64 {
         self.device.options.page_size.bytes()
     }
+}
+
+fn page_count(requests: &[Request<'_>]) -> u32 {
+    requests.iter().map(|request| request.pages.end - request.pages.start).sum()
 }
 
 #[cold]

@@ -11,7 +11,7 @@ use super::plan::Reclaiming;
 use super::{Pager, Reclaim};
 use crate::driver::CaptureState;
 use crate::error::Result;
-use crate::outcome::WaitKind;
+use crate::outcome::{Reason, WaitKind};
 use crate::sync::fence::StreamSlot;
 use crate::sync::wait::Wait;
 use crate::units::Stream;
@@ -22,6 +22,7 @@ pub(super) struct Patience<'a> {
     waits: HashMap<&'static str, Wait<'a>>,
     pub(super) turn: Option<u64>,
     reclaimer: Option<Arc<dyn Reclaim>>,
+    last_resort: Option<Arc<dyn Reclaim>>,
     covered: Option<()>,
     context_waited: Option<()>,
     pub(super) refused_once: Option<()>,
@@ -30,8 +31,9 @@ pub(super) struct Patience<'a> {
 impl<'a> Patience<'a> {
     pub(super) fn new(pager: &'a Pager) -> Self {
         let (waits, reclaimer) = (HashMap::new(), pager.reclaimer());
+        let last_resort = reclaimer.clone();
         let (turn, covered, context_waited, refused_once) = Default::default();
-        Self { pager, waits, turn, reclaimer, covered, context_waited, refused_once }
+        Self { pager, waits, turn, reclaimer, last_resort, covered, context_waited, refused_once }
     }
 
     /// Whether there is somebody to ask for frames before pages are evicted.
@@ -47,6 +49,27 @@ impl<'a> Patience<'a> {
         if self.reclaimer.as_ref().is_none_or(|reclaimer| reclaimer.reclaim(frames) == 0) {
             self.reclaimer = None;
         }
+    }
+
+    /// Asks for frames that their holder would rather keep, before the request is refused; whether
+    /// it is worth another plan.
+    pub(super) fn ask_last(&mut self, frames: u32, reason: Reason) -> bool {
+        let helps = matches!(
+            reason,
+            Reason::Budget
+                | Reason::AllPinned
+                | Reason::FencePending
+                | Reason::FenceUnknown
+                | Reason::DriverMemory
+        );
+        let given = match &self.last_resort {
+            Some(reclaimer) if helps => reclaimer.reclaim_reserved(frames),
+            _ => return false,
+        };
+        if given == 0 {
+            self.last_resort = None;
+        }
+        given > 0
     }
 
     pub(super) fn pause(&mut self, kind: WaitKind) -> Result<()> {

@@ -80,7 +80,7 @@ impl Pager {
         Ok(())
     }
 
-    fn passed(&self, users: &[Ticket]) -> Result<bool> {
+    pub(super) fn passed(&self, users: &[Ticket]) -> Result<bool> {
         for user in users {
             if self.device.fences.cover(*user)? != Cover::Passed {
                 return Ok(false);
@@ -156,6 +156,7 @@ impl Pager {
         }
         // Before the tables change: what was taken out of them must be carried through.
         let _scope = self.device.enter()?;
+        self.reclaim_excess();
         let mut blocked = Blocked::default();
         let (free, pages, missing) = {
             let mut state = self.state.lock();
@@ -182,6 +183,7 @@ impl Pager {
             self.part(victim, Some((victim.frame, Destination::Driver)), Counted::Yes);
         }
         // What only helps to find faults gives way when the rest cannot.
+        let missing = missing.saturating_sub(self.reclaim_last(missing));
         let given_up = if missing > 0 { self.give_up_poison() } else { 0 };
         self.changed.notify_all();
         // A released frame's memory lives on behind an old mapping that nobody needs any more.
@@ -380,7 +382,7 @@ impl Pager {
 
     /// Waits until the victims' users have passed. Returns those whose have, their users cleared,
     /// and those that were late.
-    fn wait_for_victims(&self, taken: Taken) -> Result<(Taken, Taken)> {
+    pub(super) fn wait_for_victims(&self, taken: Taken) -> Result<(Taken, Taken)> {
         let (mut ready, mut late) = (Vec::new(), Vec::new());
         let mut failed = None;
         for (victim, users) in taken {
