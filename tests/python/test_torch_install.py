@@ -15,7 +15,7 @@ import unittest
 from support import MIB, ROOT, check_program, run_program, write_model
 
 #: 64 MiB in pages of 2 MiB, on a device that is simulated.
-SIM = "sim:capacity=64M,address_space=64G"
+SIM = "sim:capacity=64M"
 OPTIONS = f"driver={SIM!r}, page_size='2M', headroom=0, threads=False"
 
 START = f"""
@@ -457,7 +457,7 @@ class Example(unittest.TestCase):
             path = pathlib.Path(folder) / "model.safetensors"
             write_model(path, {name: ("U8", (8 * MIB,), bytes(8 * MIB)) for name in "abc"})
             program = (ROOT / "examples/torch_tensors.py").read_text()
-            driver = "sim:capacity=2G,address_space=64G"
+            driver = "sim:capacity=2G"
             printed = check_program(
                 self, program, path, **Stand.environment(VBAR_DRIVER=driver)
             )

@@ -21,7 +21,7 @@ START = """
     lib = _abi_torch.library()
     malloc, free = lib.vbar_torch_malloc, lib.vbar_torch_free
 
-    def configure(spec="capacity=64M,address_space=64G", **options):
+    def configure(spec="capacity=64M", **options):
         told = {"page_size": "2M", "headroom": 0, "threads": False, **options}
         vbar.torch.configure(driver=f"sim:{spec}", **told)
 
@@ -176,17 +176,17 @@ class Plug(unittest.TestCase):
             main, side = sim.stream(), sim.stream()
             with sim.held(main):
                 first = malloc(3 * MIB, 0, main)
-                sim.write(first, bytes(4096), main)
+                sim.launch_pattern(first, 4096, 1, stream=main)
                 free(first, 3 * MIB, 0, main)
                 # Another stream may not have it while its work runs, its own may.
                 other = malloc(3 * MIB, 0, side)
                 assert other != first
-                sim.write(other, bytes(4096), side)
+                sim.launch_pattern(other, 4096, 1, stream=side)
                 assert malloc(3 * MIB, 0, main) == first
                 free(first, 3 * MIB, 0, main)
             sim.synchronize(main)
             again = malloc(3 * MIB, 0, side)
-            sim.write(again, bytes(4096), side)
+            sim.launch_pattern(again, 4096, 1, stream=side)
             sim.synchronize(side)
         """)
 
@@ -195,7 +195,7 @@ class Plug(unittest.TestCase):
             main, side = sim.stream(), sim.stream()
             first = malloc(3 * MIB, 0, main)
             with sim.held(side):
-                sim.write(first, bytes(4096), side)
+                sim.launch_pattern(first, 4096, 1, stream=side)
                 lib.vbar_torch_record_stream(first, side)
                 lib.vbar_torch_record_stream(None, side)
                 lib.vbar_torch_record_stream(0xdead, side)
@@ -203,7 +203,7 @@ class Plug(unittest.TestCase):
                 other = malloc(3 * MIB, 0, main)
                 assert other != first
                 assert numbers().pending_bytes == 3 * MIB
-                sim.write(other, bytes(4096), main)
+                sim.launch_pattern(other, 4096, 1, stream=main)
             sim.synchronize(side)
             found = {malloc(3 * MIB, 0, main) for _ in range(4)}
             assert first in found, (first, found)
@@ -213,6 +213,7 @@ class Plug(unittest.TestCase):
     def test_threads_without_a_context(self):
         self.check("""
             wrong, taken, lock = [], {}, threading.Lock()
+            streams = [0, sim.stream(), sim.stream()]
             def work(seed):
                 dice, live = random.Random(seed), []
                 for turn in range(1500):
@@ -222,13 +223,15 @@ class Plug(unittest.TestCase):
                             del taken[address]
                         free(address, 1, 0, 0)
                         continue
-                    address = malloc(1 + dice.randrange(40_000), 0, dice.randrange(3))
+                    address = malloc(1 + dice.randrange(40_000), 0, dice.choice(streams))
                     with lock:
                         if not address or address in taken:
                             wrong.append((seed, turn, address))
                         taken[address] = seed
                     live.append(address)
                 for address in live:
+                    with lock:
+                        del taken[address]
                     free(address, 1, 0, 0)
             threads = [threading.Thread(target=work, args=(seed,)) for seed in range(8)]
             for thread in threads: thread.start()
@@ -346,7 +349,7 @@ class Plug(unittest.TestCase):
 
     def test_several_devices_are_told_apart_by_the_address(self):
         self.check("""
-            configure("devices=2,capacity=64M,address_space=64G")
+            configure("devices=2,capacity=64M")
             first, second = malloc(5 * MIB, 0, 0), malloc(7 * MIB, 1, 0)
             assert first and second, last_message()
             assert (allocated(0), allocated(1)) == (5 * MIB, 7 * MIB)
