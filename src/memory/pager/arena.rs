@@ -141,6 +141,17 @@ impl Pager {
         }
     }
 
+    /// Whether frames beyond the budget are on their way whose uses no fence covers.
+    pub(super) fn is_release_unknown(&self) -> bool {
+        let state = self.state.lock();
+        let is_recorded = |user: &Ticket| self.device.fences.is_recorded(*user);
+        state.excess(self.page_bytes()) > 0
+            && state
+                .lingering
+                .iter()
+                .any(|old| old.frame.is_of_device() && !old.users.iter().all(is_recorded))
+    }
+
     /// As [`Pager::reclaim_excess`], for so many frames that are there in no other way. Returns how
     /// many are on their way.
     pub(super) fn reclaim_last(&self, missing: u32) -> u32 {

@@ -189,6 +189,7 @@ impl Pager {
         // A released frame's memory lives on behind an old mapping that nobody needs any more.
         self.reap()?;
         Ok(match missing.saturating_sub(given_up) {
+            0 if self.is_release_unknown() => Excess::Unknown,
             0 => Excess::None,
             _ if blocked.unknown > 0 => Excess::Unknown,
             _ => Excess::InUse,
