@@ -180,8 +180,8 @@ pub extern "C-unwind" fn vbar_torch_malloc(
 
 /// Gives a tensor's memory back: `free_fn` of `CUDAPluggableAllocator`. Work that was enqueued on
 /// the stream that it was allocated for may still use it. Only the address is looked at, and
-/// `device` for the one that counts an address that is nobody's. Does nothing for NULL, in the child
-/// of a fork and while the process ends. Never throws. Thread-safe.
+/// `device` for the one that counts an address that is nobody's. Does nothing for NULL, in the
+/// child of a fork and while the process ends. Never throws. Thread-safe.
 #[unsafe(no_mangle)]
 pub extern "C" fn vbar_torch_free(
     pointer: *mut c_void,
@@ -242,9 +242,8 @@ pub extern "C-unwind" fn vbar_torch_reset() {
 pub extern "C-unwind" fn vbar_torch_memory_fraction(fraction: f64, device: i32) {
     hook(|| {
         if !(0.0..=1.0).contains(&fraction) {
-            return Err(
-                invalid(format!("a memory fraction of {fraction}: 0 to 1 is expected")).into()
-            );
+            let text = format!("a memory fraction of {fraction}: 0 to 1 is expected");
+            return Err(invalid(text).into());
         }
         table::device(device)?.allocator.set_fraction(fraction);
         Ok(())
