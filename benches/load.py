@@ -3,20 +3,24 @@
 Each way loads the whole file onto the device as a program's first act: open, all bytes, end of the
 last copy. The ways take turns round by round, so that what the machine does meanwhile hits all of
 them, and each round's bytes are compared once. Ways whose package is missing are left out and said
-so. ``--cold`` empties the page cache of the file before each load; else it is warmed.
+so. ``--cold`` empties the page cache of the file before each load, and has the file read past it in
+turns with the others, as the floor; else it is warmed.
 
     python3 benches/load.py --gib 8 --rounds 5
 """
 
 import argparse
+import concurrent.futures
 import contextlib
 import functools
 import gc
 import json
+import mmap
 import os
 import pathlib
 import statistics
 import sys
+import threading
 import time
 
 import torch
@@ -91,6 +95,48 @@ class Together:
         pass
 
 
+class Disk:
+    """The floor of a cold load: the file read past the page cache, and left in host memory."""
+
+    PIECE = 4 * MIB
+
+    def __init__(self, path, thread_count):
+        self.path, self.thread_count = path, thread_count
+
+    def load(self):
+        size = os.path.getsize(self.path)
+        offsets = iter(range(0, size, self.PIECE))
+        turn = threading.Lock()
+
+        def read():
+            # Anonymous memory of a mapping is aligned as O_DIRECT wants it.
+            buffer = mmap.mmap(-1, self.PIECE)
+            file = os.open(self.path, os.O_RDONLY | os.O_DIRECT)
+            try:
+                while True:
+                    with turn:
+                        offset = next(offsets, None)
+                    if offset is None:
+                        return
+                    if os.preadv(file, [buffer], offset) != min(self.PIECE, size - offset):
+                        raise RuntimeError("a short read")
+            finally:
+                os.close(file)
+
+        with concurrent.futures.ThreadPoolExecutor(self.thread_count) as pool:
+            for done in [pool.submit(read) for _ in range(self.thread_count)]:
+                done.result()
+
+    def check(self, loaded, expected):
+        pass
+
+    def free(self, loaded):
+        pass
+
+    def close(self):
+        pass
+
+
 def safetensors_way(path):
     from safetensors.torch import load_file
 
@@ -118,11 +164,19 @@ def instanttensor_way(path, backend):
 
 def ways(path, arguments):
     """Name and way, of those that are here."""
-    options = {"page_size": arguments.page, "budget": f"{arguments.gib + 2}G", "threads": True}
+    options = {
+        "page_size": arguments.page,
+        "budget": f"{arguments.gib + 2}G",
+        "threads": True,
+        "prefer": arguments.prefer,
+    }
     found = {
         "vbar, one fault": OnVbar(path, True, options),
         "vbar, a fault a tensor": OnVbar(path, False, options),
     }
+    if arguments.cold:
+        for count in arguments.disk_threads:
+            found[f"O_DIRECT, {count} threads"] = Disk(path, count)
     makers = {"safetensors": lambda: safetensors_way(path)}
     for backend in arguments.instanttensor:
         makers[f"InstantTensor {backend}"] = functools.partial(instanttensor_way, path, backend)
@@ -196,6 +250,10 @@ def main():
     parser.add_argument("--page", default="16M")
     parser.add_argument("--cold", action="store_true")
     parser.add_argument("--instanttensor", default=["auto"], type=lambda text: text.split(","))
+    parser.add_argument(
+        "--disk-threads", default=[1, 4, 16], type=lambda text: [int(n) for n in text.split(",")]
+    )
+    parser.add_argument("--prefer", choices=["auto", "ram", "disk"], default="auto")
     parser.add_argument("--json", type=pathlib.Path)
     arguments = parser.parse_args()
     link = link_rate()

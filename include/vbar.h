@@ -2385,15 +2385,32 @@ VbarStatus vbar_dlpack_export(struct VbarToken token,
                               void **managed);
 
 /*
- Tells the library where Python has `PyCapsule_IsValid` and `PyCapsule_GetPointer`, for
- `vbar_dlpack_capsule_destructor`. Statuses: the common ones. Thread-safe.
+ Tells the library where Python has `PyCapsule_IsValid`, `PyCapsule_GetPointer`,
+ `PyCapsule_SetPointer` and `PyCapsule_SetName`, for the two functions on capsules. Statuses: the
+ common ones. Thread-safe.
  They are these functions, and stay for as long as the process has capsules.
  */
-VbarStatus vbar_dlpack_set_capsule_functions(void *is_valid, void *get_pointer);
+VbarStatus vbar_dlpack_set_capsule_functions(void *is_valid,
+                                             void *get_pointer,
+                                             void *set_pointer,
+                                             void *set_name);
 
 /*
- The destructor of a Python capsule that holds a tensor of `vbar_dlpack_export`: deletes it
- unless somebody has consumed it. Python calls it, on any thread that holds its lock.
+ As `vbar_dlpack_export`, into a Python capsule that is named `vbar_dlpack_empty`, whatever it
+ points to, and has `vbar_dlpack_capsule_destructor` for its destructor. It is given the name
+ that consumers expect; on failure it stays as it was. The caller holds Python's lock, and the
+ call does not wait. Statuses: those of `vbar_dlpack_export`; `INVALID_ARGUMENT` for any other
+ capsule, and before `vbar_dlpack_set_capsule_functions`. Thread-safe.
+ `tensor` as there; `capsule` is NULL or a capsule.
+ */
+VbarStatus vbar_dlpack_export_capsule(struct VbarToken token,
+                                      VbarStream stream,
+                                      const struct VbarDlpackTensor *tensor,
+                                      void *capsule);
+
+/*
+ The destructor of a Python capsule for `vbar_dlpack_export_capsule`: deletes the tensor, if it
+ has one, unless somebody has consumed it. Python calls it, on any thread that holds its lock.
  `capsule` is NULL or a capsule.
  */
 void vbar_dlpack_capsule_destructor(void *capsule);

@@ -19,10 +19,15 @@ use std::time::{Duration, Instant};
 
 use crate::error::{Error, ErrorCode, Result};
 
-/// 1 while the process may call the driver; before [`watch`], and where a fork is not seen.
-static ALIVE: AtomicU8 = AtomicU8::new(1);
-/// The byte to ask: `ALIVE`, or the one that the kernel wipes in a forked child.
-static ASKED: AtomicPtr<AtomicU8> = AtomicPtr::new((&raw const ALIVE).cast_mut());
+/// What the byte says while calls may be made.
+const ALIVE: u8 = 1;
+/// What it says once the process exits. 0 is what the kernel writes: it is a forked child.
+const EXITING: u8 = 2;
+
+/// The byte before [`watch`], and where a fork is not seen.
+static UNWATCHED: AtomicU8 = AtomicU8::new(ALIVE);
+/// The byte to ask: `UNWATCHED`, or the one that the kernel wipes in a forked child.
+static ASKED: AtomicPtr<AtomicU8> = AtomicPtr::new((&raw const UNWATCHED).cast_mut());
 
 /// Starts watching for fork and exit; called after the driver is open. Later calls do nothing.
 ///
@@ -39,10 +44,19 @@ pub fn watch() {
     });
 }
 
-/// Whether the process is exiting or is the child of a fork: then nothing may be called or freed.
+/// Whether the process is exiting or is the child of a fork: then nothing may be called, freed or
+/// locked. Locks that other threads held, or waited for, at a fork are so for ever in the child; at
+/// exit a thread that holds one may have been interrupted by the exit itself.
 #[inline]
 #[must_use]
 pub fn ending() -> bool {
+    asked().load(Ordering::Relaxed) != ALIVE
+}
+
+/// Whether the process is the child of a fork.
+#[inline]
+#[must_use]
+pub(crate) fn is_forked() -> bool {
     asked().load(Ordering::Relaxed) == 0
 }
 
@@ -70,7 +84,7 @@ extern "C" fn on_exit() {
     if ending() {
         return;
     }
-    asked().store(0, Ordering::Relaxed);
+    asked().store(EXITING, Ordering::Relaxed);
     fence(Ordering::SeqCst);
     let started = Instant::now();
     while WORKING.load(Ordering::Acquire) > 0 && started.elapsed() < EXIT_PATIENCE {
@@ -155,7 +169,7 @@ fn fork_flag() -> Option<&'static AtomicU8> {
     let page: &'static mut memmap2::MmapMut = Box::leak(Box::new(page));
     // SAFETY: the pointer is to one byte of a leaked, writable mapping that only this atomic uses.
     let flag = unsafe { AtomicU8::from_ptr(page.as_mut_ptr()) };
-    flag.store(1, Ordering::Relaxed);
+    flag.store(ALIVE, Ordering::Relaxed);
     Some(flag)
 }
 

@@ -33,8 +33,11 @@ const HEADERS: &[&str] =
     &["vbar.hpp", "vbar_callbacks.hpp", "vbar_fault.hpp", "vbar_sim.hpp", "vbar_types.hpp"];
 
 /// Functions that only Python needs.
-const NOT_FOR_CPP: &[&str] =
-    &["vbar_dlpack_capsule_destructor", "vbar_dlpack_set_capsule_functions"];
+const NOT_FOR_CPP: &[&str] = &[
+    "vbar_dlpack_capsule_destructor",
+    "vbar_dlpack_export_capsule",
+    "vbar_dlpack_set_capsule_functions",
+];
 
 /// Functions that PyTorch calls by their addresses, and what its Python side asks.
 const OF_PYTORCH: &str = "vbar_torch_";

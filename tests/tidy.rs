@@ -62,6 +62,7 @@ const UNSAFE: &[&str] = &[
     "src/ffi/allocation.rs",
     "src/ffi/bar.rs",
     "src/ffi/call.rs",
+    "src/ffi/capsule.rs",
     "src/ffi/device.rs",
     "src/ffi/dlpack.rs",
     "src/ffi/fault.rs",

@@ -352,6 +352,7 @@ FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
         Status,
         [Token, Stream, POINTER(DlpackTensor), POINTER(c_void_p)],
     ),
-    "vbar_dlpack_set_capsule_functions": (Status, [c_void_p, c_void_p]),
+    "vbar_dlpack_set_capsule_functions": (Status, [c_void_p] * 4),
+    "vbar_dlpack_export_capsule": (Status, [Token, Stream, POINTER(DlpackTensor), c_void_p]),
     "vbar_dlpack_capsule_destructor": (None, [c_void_p]),
 }

@@ -9,6 +9,7 @@ no such end, so the view keeps them, as consumers keep the view.
 from __future__ import annotations
 
 import ctypes
+import functools
 import math
 import operator
 import threading
@@ -153,7 +154,7 @@ class View(Unshared):
         return number
 
     def _export(self, stream: int, versioned: bool) -> Any:
-        library = _capsule_library()
+        capsules = _known_capsules()
         count = len(self.shape)
         described = _abi.DlpackTensor(
             size=ctypes.sizeof(_abi.DlpackTensor),
@@ -164,25 +165,21 @@ class View(Unshared):
             form=_abi.DLPACK_VERSIONED if versioned else _abi.DLPACK_UNVERSIONED,
             access=_abi.DLPACK_WRITABLE if self._guard._writable else _abi.DLPACK_READ_ONLY,
         )
-        managed = ctypes.c_void_p()
-        destructor = ctypes.cast(library.vbar_dlpack_capsule_destructor, ctypes.c_void_p)
-        # Made first, of nothing: it is the tensor's owner from the moment that it has a destructor.
-        capsule = _python.PyCapsule_New(_names[versioned], _names[versioned], None)
+        # Made first, of nothing: it owns the tensor from the call that exports it on.
+        capsule = capsules.new()
         fault = _fault_again(self._guard, stream)
         try:
-            call_often(library.vbar_dlpack_export, fault.token, stream, described, managed)
+            call_often(capsules.export, fault.token, stream, described, capsule)
             # The tensor has it.
             fault.forget()
-            _python.PyCapsule_SetPointer(capsule, managed)
-            _python.PyCapsule_SetDestructor(capsule, destructor)
-            return capsule
         except BaseException:
-            # A type that does not go, or a signal's handler that raised, at any of the calls.
-            if not managed:
-                fault.release()
-            elif not _python.PyCapsule_GetDestructor(capsule):
-                _delete(managed, versioned)
+            # A type that does not go, or a signal's handler that raised, before the call or after
+            # it. Not at some later time: what is raised has this frame. Should another handler
+            # raise in here, they go with the frame.
+            del capsule
+            fault.release()
             raise
+        return capsule
 
 
 def _dtype_for(guard: Guard, dtype: Any) -> Dtype:
@@ -243,39 +240,47 @@ def _lasting(guard: Guard) -> int:
     return stream if stream <= _PER_THREAD_STREAM or is_object else _abi.STREAM_NONE
 
 
-#: Python's own functions; not ``ctypes.pythonapi``, whose signatures everybody may set.
-_python = ctypes.PyDLL(None)
-_names: dict[bool, int] = {}
+class _Capsules:
+    """Python's own functions, and the library's that are called with Python's lock held."""
+
+    __slots__ = ("_new", "_name", "export")
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        # Not ``ctypes.pythonapi``, whose signatures everybody may set.
+        python = ctypes.PyDLL(None)
+        names = ("IsValid", "GetPointer", "SetPointer", "SetName")
+        functions = (getattr(python, f"PyCapsule_{name}") for name in names)
+        addresses = (ctypes.cast(function, ctypes.c_void_p) for function in functions)
+        call_often(library.vbar_dlpack_set_capsule_functions, *addresses)
+        destructor = ctypes.cast(library.vbar_dlpack_capsule_destructor, ctypes.c_void_p)
+        python.PyCapsule_New.restype = ctypes.py_object
+        python.PyCapsule_New.argtypes = [ctypes.c_void_p] * 3
+        self._name = _lasting_text(python, b"vbar_dlpack_empty")
+        # It must point to something.
+        self._new = functools.partial(python.PyCapsule_New, self._name, self._name, destructor)
+        holding = ctypes.PyDLL(library._name, handle=library._handle)
+        self.export = holding.vbar_dlpack_export_capsule
+        _, [*others, _] = _abi.FUNCTIONS["vbar_dlpack_export_capsule"]
+        self.export.argtypes = [*others, ctypes.py_object]
+
+    def new(self) -> Any:
+        """A capsule that holds nothing, and whose destructor knows it."""
+        return self._new()
 
 
-def _capsule_library() -> ctypes.CDLL:
-    """The library, told once what its capsules' destructor needs."""
-    library = _library.load()
-    if not _names:
-        is_valid = ctypes.cast(_python.PyCapsule_IsValid, ctypes.c_void_p)
-        get_pointer = ctypes.cast(_python.PyCapsule_GetPointer, ctypes.c_void_p)
-        call_often(library.vbar_dlpack_set_capsule_functions, is_valid, get_pointer)
-        _python.PyCapsule_New.restype = ctypes.py_object
-        _python.PyCapsule_New.argtypes = [ctypes.c_void_p] * 3
-        for setter in (_python.PyCapsule_SetPointer, _python.PyCapsule_SetDestructor):
-            setter.argtypes = [ctypes.py_object, ctypes.c_void_p]
-        _python.PyCapsule_GetDestructor.restype = ctypes.c_void_p
-        _python.PyCapsule_GetDestructor.argtypes = [ctypes.py_object]
-        versioned, unversioned = b"dltensor_versioned", b"dltensor"
-        _names.update({True: _lasting_text(versioned), False: _lasting_text(unversioned)})
-    return library
+_capsules: _Capsules | None = None
 
 
-def _lasting_text(text: bytes) -> int:
+def _known_capsules() -> _Capsules:
+    global _capsules
+    capsules = _capsules
+    if capsules is None:
+        capsules = _capsules = _Capsules(_library.load())
+    return capsules
+
+
+def _lasting_text(python: ctypes.PyDLL, text: bytes) -> int:
     """Address of a C string that outlives the interpreter, as the capsules named by it may."""
     buffer = ctypes.create_string_buffer(text)
-    _python.Py_IncRef(ctypes.py_object(buffer))
+    python.Py_IncRef(ctypes.py_object(buffer))
     return ctypes.addressof(buffer)
-
-
-def _delete(managed: ctypes.c_void_p, versioned: bool) -> None:
-    """What a consumer does that does not want it."""
-    # Behind the version and the context, or the tensor and the context.
-    place = (managed.value or 0) + (16 if versioned else 56)
-    deleter = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(ctypes.c_void_p.from_address(place).value)
-    deleter(managed)

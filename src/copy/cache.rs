@@ -13,6 +13,7 @@ use std::time::{Duration, Instant};
 
 use crate::host::locked::{self, LockedSlot};
 use crate::host::room::LockedRoom;
+use crate::process;
 use crate::sync::device::Device;
 use crate::sync::fence::Cover;
 use crate::sync::ticket::Ticket;
@@ -210,6 +211,10 @@ impl Cache {
 
     fn take_back(&self, lease: &mut WindowLease) {
         let Some(window) = lease.window.take() else { return };
+        // In a forked child it is the parent's, in the middle of a call as it may be.
+        if process::ending() {
+            return std::mem::forget(window);
+        }
         let mut state = self.state.lock();
         let forgotten = state.lent.remove(&lease.key).unwrap_or(true);
         let ticket = lease.ticket;

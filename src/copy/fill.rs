@@ -114,6 +114,8 @@ pub struct Filler {
     pub(super) host_copies: HostCopies,
     /// When the last jobs came.
     busy_at: Mutex<Instant>,
+    /// A pass has ended since pages were given back.
+    pass_ended: AtomicBool,
     /// Whether it was told that memory cannot be locked.
     told: AtomicBool,
 }
@@ -164,6 +166,7 @@ impl Filler {
             clock: GpuClock::default(),
             host_copies: HostCopies::default(),
             busy_at: Mutex::new(Instant::now()),
+            pass_ended: AtomicBool::default(),
             told: AtomicBool::new(told),
             device,
         };
@@ -303,11 +306,16 @@ impl Filler {
         self.host_copies.is_leaving(bar)
     }
 
+    /// A pass of the program has ended: the housekeeping may give a few windows back although
+    /// others stream.
+    pub fn note_pass_end(&self) {
+        self.pass_ended.store(true, Relaxed);
+    }
+
     /// Gives page-locked memory back where it is time to: what is held above the allowance, where
-    /// the system is short of memory, and windows without use once nothing was filled for a second.
-    /// Else registers pages of files that are worth it. A few windows a call, each of which waits
-    /// for the device or stops launches: for a thread that nobody waits for, and while pages stream
-    /// only where it must be.
+    /// the system is short of memory, and windows without use for a second, a few of them a pass
+    /// while others stream. Then registers pages of files that are worth it. A few windows a call,
+    /// each of which waits for the device or stops launches: for a thread that nobody waits for.
     ///
     /// # Errors
     /// What the driver says when the context is entered.
@@ -317,8 +325,12 @@ impl Filler {
         let surplus = match above || self.room.is_short() {
             true => Surplus::Any,
             false if self.busy_at.lock().elapsed() < QUIET_TIME => {
+                // What has become resident has no need of them; file pages may be streamed again.
+                let at_most = if self.pass_ended.swap(false, Relaxed) { WINDOWS_A_CALL } else { 0 };
+                let windows = self.cache.take_out(Surplus::LongIdle, at_most);
+                let given_back = self.give_back(windows, Vec::new()).map(drop);
                 self.registered.advance(&self.cache);
-                return Ok(());
+                return given_back;
             }
             false => Surplus::LongIdle,
         };

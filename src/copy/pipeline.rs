@@ -275,7 +275,7 @@ impl<'a> Pipeline<'a> {
         let origins = pieces.iter().map(|piece| Origin::of(bound.source(piece.file)));
         let origins = origins.collect::<Result<Vec<_>>>()?;
         let parts = place.memory().lend(pieces.iter().map(|piece| piece.place.clone()));
-        let read = SpanRead::new(pieces.len(), after);
+        let read = SpanRead::new(pieces.len(), span, bound, after);
         let each = pieces.into_iter().zip(parts).zip(origins).enumerate();
         let tasks = each.map(|(index, ((piece, part), origin))| {
             let (device, span) = (Arc::clone(device), Arc::clone(&read));
@@ -554,7 +554,7 @@ impl<'a> Pipeline<'a> {
             while !place.is_empty() {
                 let length = place.len().min(memory.bytes_mut().len());
                 let target = &mut memory.bytes_mut()[..length];
-                origin.read(reading, source, target, &device.counters.sources)?;
+                origin.read(reading, source, target, &device.counters.sources, || ())?;
                 let target = base.offset(place.start as u64);
                 let copy = || match memory.is_given_up() {
                     false => memory.copy_to_device(0..length, target, filler.stream),

@@ -6,6 +6,10 @@
 //! [`pieces`] cuts a span into reads of at most 1 MiB; a [`SpanRead`] counts them to the end and
 //! keeps the first failure. Whoever gives a read up leaves the slot with it, which comes free with
 //! the last piece: nobody waits for a disk that does not answer.
+//!
+//! Many threads that wait for a disk each for their own piece have it jump to and fro. So the first
+//! piece that is not in the page cache asks the system to read the whole span, in order, and all
+//! of them wait for that.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -20,8 +24,9 @@ use crate::host::memory::{HostLease, HostMemory};
 use crate::host::reading::{ReadBytes, Reading};
 use crate::host::source::ModelFile;
 use crate::model::binding::{Encoding, Segment};
+use crate::process;
 use crate::sync::device::Device;
-use crate::sync::{AtomicBool, AtomicU64, Condvar, Mutex, Relaxed};
+use crate::sync::{AtomicBool, AtomicU64, Condvar, Mutex, Once, Relaxed};
 use crate::trace::{self, Kind};
 use crate::units::{MIB, align_up};
 
@@ -223,6 +228,10 @@ pub(super) struct SpanRead {
     given_up: AtomicBool,
     /// Bytes that came from the disk.
     disk_bytes: AtomicU64,
+    /// What of which file it reads.
+    extents: Vec<(Arc<ModelFile>, Range<u64>)>,
+    /// They are being read into the page cache.
+    ahead: Once,
 }
 
 struct State {
@@ -244,7 +253,12 @@ pub(super) struct ReadEnd {
 }
 
 impl SpanRead {
-    pub(super) fn new(pieces: usize, after: Option<After>) -> Arc<Self> {
+    pub(super) fn new(
+        pieces: usize,
+        span: &Span,
+        bound: &Bound,
+        after: Option<After>,
+    ) -> Arc<Self> {
         let state = State {
             pending: pieces,
             is_done: false,
@@ -255,7 +269,18 @@ impl SpanRead {
         };
         let (state, done) = (Mutex::new(state), Condvar::new());
         let (given_up, disk_bytes) = Default::default();
-        Arc::new(Self { state, done, given_up, disk_bytes })
+        let extents = runs(&span.segments).into_iter().filter_map(|run| {
+            let file = bound.source(run.file).file()?;
+            Some((Arc::clone(file), run.source..run.source + run.bytes))
+        });
+        let (extents, ahead) = (extents.collect(), Once::new());
+        Arc::new(Self { state, done, given_up, disk_bytes, extents, ahead })
+    }
+
+    /// Has the system read all of it into the page cache, once.
+    fn read_ahead(&self) {
+        self.ahead
+            .call_once(|| self.extents.iter().for_each(|(file, range)| file.read_ahead(range)));
     }
 
     /// Bytes that came from the disk.
@@ -283,6 +308,10 @@ impl SpanRead {
     /// Gives the read up; `slot` is dropped when no piece of it is being read any more.
     pub(super) fn give_up(&self, slot: impl Send + 'static) {
         self.given_up.store(true, Relaxed);
+        // In a forked child nobody reads.
+        if process::ending() {
+            return;
+        }
         let mut state = self.state.lock();
         if !state.is_done {
             state.left = Some(Box::new(slot));
@@ -290,6 +319,9 @@ impl SpanRead {
     }
 
     fn finish_piece(&self, index: usize, result: Result<()>) {
+        if process::ending() {
+            return;
+        }
         let mut state = self.state.lock();
         if let Err(error) = result
             && state.failure.as_ref().is_none_or(|(first, _)| index < *first)
@@ -330,18 +362,20 @@ impl Origin {
         })
     }
 
-    /// Fills `target` with the bytes from `at` on, and counts them. Returns a word for where most
-    /// came from, and the bytes that came from a disk.
+    /// Fills `target` with the bytes from `at` on, and counts them; `before_disk` as for
+    /// [`ModelFile::read_by`]. Returns a word for where most came from, and the bytes that came
+    /// from a disk.
     pub(super) fn read(
         &self,
         reading: Reading,
         at: u64,
         target: &mut [u8],
         sources: &Sources,
+        before_disk: impl FnOnce(),
     ) -> Result<(&'static str, u64)> {
         match self {
             Self::File(file) => {
-                let bytes = file.read_by(reading, at, target)?;
+                let bytes = file.read_by(reading, at, target, before_disk)?;
                 count(sources, bytes);
                 Ok((bytes.word(), bytes.disk))
             }
@@ -385,7 +419,9 @@ impl PieceRead {
         let read = trace::span(Kind::Read).device(self.device.ordinal);
         let read = read.bytes(target.len() as u64);
         let sources = &self.device.counters.sources;
-        let (word, disk_bytes) = self.origin.read(self.reading, self.source, target, sources)?;
+        let ahead = || self.span.read_ahead();
+        let (word, disk_bytes) =
+            self.origin.read(self.reading, self.source, target, sources, ahead)?;
         self.span.disk_bytes.fetch_add(disk_bytes, Relaxed);
         drop(read.detail(word));
         Ok(())

@@ -9,6 +9,7 @@ use crate::copy::ring::Ring;
 use crate::error::Result;
 use crate::host::locked::{self, LockedSlot};
 use crate::outcome::WaitKind;
+use crate::process;
 use crate::sync::device::Device;
 use crate::sync::fence::Cover;
 use crate::sync::ticket::Ticket;
@@ -186,8 +187,11 @@ impl StagingSlot {
 
 impl Drop for StagingSlot {
     fn drop(&mut self) {
-        if let Some(slot) = self.slot.take() {
-            self.shared.give_back(slot, self.ticket);
+        let Some(slot) = self.slot.take() else { return };
+        // In a forked child it is the parent's, in the middle of a call as it may be.
+        match process::ending() {
+            true => std::mem::forget(slot),
+            false => self.shared.give_back(slot, self.ticket),
         }
     }
 }

@@ -5,13 +5,13 @@
 
 use std::sync::{Arc, Weak};
 
-use parking_lot::Mutex;
-
 use super::Driver;
 use super::cuda::Cuda;
 use super::sim::{Sim, SimOptions};
 use super::sys;
 use crate::error::{Error, ErrorCode, Result};
+use crate::process;
+use crate::sync::Mutex;
 use crate::units::DeviceOrdinal;
 
 /// The environment variable that says what `auto` means.
@@ -77,9 +77,10 @@ impl Selection {
 /// # Errors
 /// `DriverMissing` or `Driver` when CUDA was asked for and is not there, `DeviceNotRegistered` for
 /// an ordinal that the driver does not have, `InvalidArgument` for a [`VARIABLE`] that says
-/// nothing, `HostMemory` when the system does not give a simulated device its addresses. `Auto`
-/// without the variable never fails for want of a driver.
+/// nothing, `HostMemory` when the system does not give a simulated device its addresses,
+/// `ProcessEnding`. `Auto` without the variable never fails for want of a driver.
 pub fn open(selection: &Selection) -> Result<Opened> {
+    process::check()?;
     let variable = std::env::var_os(VARIABLE).map(|text| text.to_string_lossy().into_owned());
     open_with(selection, variable.as_deref(), Cuda::open)
 }
@@ -91,6 +92,7 @@ pub fn open(selection: &Selection) -> Result<Opened> {
 /// As [`open`].
 pub fn open_shared(selection: &Selection) -> Result<Opened> {
     static SIMULATED: Mutex<Vec<Weak<Sim>>> = Mutex::new(Vec::new());
+    process::check()?;
     let selection = match (selection, from_environment()) {
         (Selection::Auto, Some(named)) => named?,
         _ => selection.clone(),

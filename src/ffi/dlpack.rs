@@ -1,14 +1,12 @@
 //! DLPack: faulted bytes for other libraries, with pins of their own.
 //!
 //! Owns the structs of DLPack 1.1 (dlpack.h of its project), with and without a version, and their
-//! deleters, which give one token back. Faults nothing: whoever exports has faulted for it. The
-//! library links no Python; who makes capsules tells it the two functions that their destructor
-//! needs.
+//! deleters, which give one token back. Faults nothing: whoever exports has faulted for it.
+//! Capsules of Python are in `capsule`.
 
 #![expect(unsafe_code, reason = "structs that other libraries own, and exported symbols")]
 
-use std::ffi::{CStr, c_char, c_void};
-use std::sync::atomic::AtomicPtr;
+use std::ffi::c_void;
 
 use super::call::{call, invalid};
 use super::device::{VbarStream, choice};
@@ -18,7 +16,6 @@ use super::token::{self, VbarToken};
 use super::value::{Growing, Out, Plain, read_array, read_growing};
 use crate::error::{Error, ErrorCode, Result};
 use crate::slots::thread;
-use crate::sync::{Acquire, Release};
 use crate::units::Stream;
 
 /// Which of DLPack's two structs is wanted.
@@ -150,23 +147,74 @@ pub unsafe extern "C" fn vbar_dlpack_export(
 ) -> VbarStatus {
     call(|| {
         let out = Out::new(managed)?;
-        if tensor.is_null() {
-            return Err(invalid("the pointer to the tensor is NULL"));
-        }
-        let told = read_growing(tensor)?;
-        let forms = [VbarDlpackForm::Versioned, VbarDlpackForm::Unversioned];
-        let form = choice("form", told.form, forms)?;
-        let flags = choice("access", told.access, [FLAG_READ_ONLY, 0])?;
-        let layout = Layout::of(&told)?;
-        let device_id = token::look(token, |held| check_place(held, &told, layout.bytes))??;
-        let pins = Pins { token: token::renew(token)?, stream };
-        let give = match form {
-            VbarDlpackForm::Versioned => Export::<ManagedVersioned>::give,
-            VbarDlpackForm::Unversioned => Export::<ManagedUnversioned>::give,
-        };
-        out.write(give(pins, layout, device_id, flags));
+        out.write(export(token, stream, tensor)?.into_raw());
         Ok(())
     })
+}
+
+/// A managed tensor that nobody has yet. Dropped, it is deleted.
+pub(super) struct Exported {
+    pub(super) form: VbarDlpackForm,
+    managed: *mut c_void,
+}
+
+impl Exported {
+    pub(super) fn managed(&self) -> *mut c_void {
+        self.managed
+    }
+
+    /// The tensor, which the caller deletes from now on.
+    pub(super) fn into_raw(self) -> *mut c_void {
+        let managed = self.managed;
+        std::mem::forget(self);
+        managed
+    }
+}
+
+impl Drop for Exported {
+    fn drop(&mut self) {
+        // SAFETY: `export` made it, in this form, and nobody else has it.
+        unsafe { delete_as(self.form, self.managed) };
+    }
+}
+
+/// Hands a token to a managed tensor.
+///
+/// # Errors
+/// As [`vbar_dlpack_export`]; the token stays the caller's then.
+pub(super) fn export(
+    token: VbarToken,
+    stream: VbarStream,
+    tensor: *const VbarDlpackTensor,
+) -> Result<Exported> {
+    if tensor.is_null() {
+        return Err(invalid("the pointer to the tensor is NULL"));
+    }
+    let told = read_growing(tensor)?;
+    let forms = [VbarDlpackForm::Versioned, VbarDlpackForm::Unversioned];
+    let form = choice("form", told.form, forms)?;
+    let flags = choice("access", told.access, [FLAG_READ_ONLY, 0])?;
+    let layout = Layout::of(&told)?;
+    let device_id = token::look(token, |held| check_place(held, &told, layout.bytes))??;
+    let pins = Pins { token: token::renew(token)?, stream };
+    let give = match form {
+        VbarDlpackForm::Versioned => Export::<ManagedVersioned>::give,
+        VbarDlpackForm::Unversioned => Export::<ManagedUnversioned>::give,
+    };
+    Ok(Exported { form, managed: give(pins, layout, device_id, flags) })
+}
+
+/// Deletes a managed tensor, as its consumer would.
+///
+/// # Safety
+/// [`export`] made it, in that form; it is deleted once.
+pub(super) unsafe fn delete_as(form: VbarDlpackForm, managed: *mut c_void) {
+    match form {
+        // SAFETY: as the caller promises.
+        VbarDlpackForm::Versioned => unsafe { delete::<ManagedVersioned>(managed.cast()) },
+        // SAFETY: as above.
+        VbarDlpackForm::Unversioned => unsafe { delete::<ManagedUnversioned>(managed.cast()) },
+    }
 }
 
 /// What DLPack says of a tensor, in its own numbers.
@@ -346,73 +394,6 @@ fn give_back(token: VbarToken, stream: VbarStream) {
         }
         given_back
     });
-}
-
-/// Names of capsules that nobody has consumed.
-const CAPSULE: &CStr = c"dltensor";
-const CAPSULE_VERSIONED: &CStr = c"dltensor_versioned";
-
-/// `int PyCapsule_IsValid(PyObject *, const char *)`, NULL until it is told.
-static IS_VALID: AtomicPtr<c_void> = AtomicPtr::new(std::ptr::null_mut());
-/// `void *PyCapsule_GetPointer(PyObject *, const char *)`, likewise.
-static GET_POINTER: AtomicPtr<c_void> = AtomicPtr::new(std::ptr::null_mut());
-
-/// Tells the library where Python has `PyCapsule_IsValid` and `PyCapsule_GetPointer`, for
-/// `vbar_dlpack_capsule_destructor`. Statuses: the common ones. Thread-safe.
-///
-/// # Safety
-/// They are these functions, and stay for as long as the process has capsules.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn vbar_dlpack_set_capsule_functions(
-    is_valid: *mut c_void,
-    get_pointer: *mut c_void,
-) -> VbarStatus {
-    call(|| {
-        if is_valid.is_null() || get_pointer.is_null() {
-            return Err(invalid("a function of Python's capsules is NULL"));
-        }
-        GET_POINTER.store(get_pointer, Release);
-        IS_VALID.store(is_valid, Release);
-        Ok(())
-    })
-}
-
-/// The destructor of a Python capsule that holds a tensor of `vbar_dlpack_export`: deletes it
-/// unless somebody has consumed it. Python calls it, on any thread that holds its lock.
-///
-/// # Safety
-/// `capsule` is NULL or a capsule.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn vbar_dlpack_capsule_destructor(capsule: *mut c_void) {
-    if let Some(managed) = capsule_pointer(capsule, CAPSULE_VERSIONED) {
-        // SAFETY: a capsule of this name that was not consumed holds what was exported for it.
-        unsafe { delete::<ManagedVersioned>(managed.cast()) };
-    } else if let Some(managed) = capsule_pointer(capsule, CAPSULE) {
-        // SAFETY: as above.
-        unsafe { delete::<ManagedUnversioned>(managed.cast()) };
-    }
-}
-
-/// What a capsule of that name holds.
-fn capsule_pointer(capsule: *mut c_void, name: &CStr) -> Option<*mut c_void> {
-    type IsValid = unsafe extern "C" fn(*mut c_void, *const c_char) -> i32;
-    type GetPointer = unsafe extern "C" fn(*mut c_void, *const c_char) -> *mut c_void;
-    let is_valid = IS_VALID.load(Acquire);
-    let get_pointer = GET_POINTER.load(Acquire);
-    if capsule.is_null() || is_valid.is_null() {
-        return None;
-    }
-    // SAFETY: whoever set it promised that it is this function; the other was set before it.
-    let is_valid = unsafe { std::mem::transmute::<*mut c_void, IsValid>(is_valid) };
-    // SAFETY: as above.
-    let get_pointer = unsafe { std::mem::transmute::<*mut c_void, GetPointer>(get_pointer) };
-    // SAFETY: the caller of the export promises a capsule.
-    if unsafe { is_valid(capsule, name.as_ptr()) } == 0 {
-        return None;
-    }
-    // SAFETY: as above, and it has this name.
-    let pointer = unsafe { get_pointer(capsule, name.as_ptr()) };
-    (!pointer.is_null()).then_some(pointer)
 }
 
 #[cfg(test)]

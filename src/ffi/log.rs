@@ -287,7 +287,8 @@ impl Log for Logger {
     }
 
     fn log(&self, record: &Record<'_>) {
-        if !self.enabled(record.metadata()) {
+        // In a forked child the queue's lock may be held, or waited for, by nobody who is there.
+        if !self.enabled(record.metadata()) || crate::process::ending() {
             return;
         }
         let mut queue = self.queue.lock();

@@ -9,6 +9,7 @@
 //! call     the boundary: panics, statuses, messages       value    structs, texts, pointers
 //! device -> bar -> allocation -> fault -> token           status   numbers and their texts
 //!        -> model          -> dlpack  log   messages        sim      the simulated device
+//!                           -> capsule  of Python
 //!        -> ahead  hints and wishes      wait     time-outs, cancelling
 //! torch    what PyTorch calls
 //! ```
@@ -17,6 +18,7 @@ pub mod ahead;
 pub mod allocation;
 pub mod bar;
 mod call;
+pub mod capsule;
 pub mod device;
 pub mod dlpack;
 pub mod fault;

@@ -224,8 +224,8 @@ pub extern "C-unwind" fn vbar_torch_init(device_count: i32) {
 }
 
 /// `reset_fn` of `CUDAPluggableAllocator`, behind `torch.cuda.empty_cache`: gives cached memory of
-/// all devices back to the driver, waiting for the work that used it, and delivers messages of calls
-/// of PyTorch's. Throws `RuntimeError`. Thread-safe.
+/// all devices back to the driver, waiting for the work that used it, and delivers messages of
+/// calls of PyTorch's. Throws `RuntimeError`. Thread-safe.
 #[unsafe(no_mangle)]
 pub extern "C-unwind" fn vbar_torch_reset() {
     log::deliver();
@@ -376,8 +376,8 @@ fn no_segment(size: usize) -> Error {
     Error::new(ErrorCode::HostMemory, text)
 }
 
-/// Gives such memory back: `free_fn` of that allocator. The pages go when the work that was enqueued
-/// on the device before is done. As `vbar_torch_free` otherwise. Thread-safe.
+/// Gives such memory back: `free_fn` of that allocator. The pages go when the work that was
+/// enqueued on the device before is done. As `vbar_torch_free` otherwise. Thread-safe.
 #[unsafe(no_mangle)]
 pub extern "C" fn vbar_torch_segment_free(
     pointer: *mut c_void,

@@ -17,6 +17,9 @@ use crate::host::direct::DirectFile;
 use crate::host::source::ModelFile;
 use crate::options::Prefer;
 
+/// Bytes of one request to read ahead.
+const AHEAD_BYTES: u64 = 1 << 20;
+
 /// The way of a read.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Reading {
@@ -71,11 +74,18 @@ impl Reading {
 }
 
 impl ModelFile {
-    /// Fills `target` with the bytes from `offset` on, the way that is asked for.
+    /// Fills `target` with the bytes from `offset` on, the way that is asked for. `before_disk` is
+    /// called when they are not in the page cache and will be read through it.
     ///
     /// # Errors
     /// As [`ModelFile::read_exact_at`].
-    pub fn read_by(&self, reading: Reading, offset: u64, target: &mut [u8]) -> Result<ReadBytes> {
+    pub fn read_by(
+        &self,
+        reading: Reading,
+        offset: u64,
+        target: &mut [u8],
+        before_disk: impl FnOnce(),
+    ) -> Result<ReadBytes> {
         let mut bytes = ReadBytes::default();
         let mut done = 0;
         if reading != Reading::Direct {
@@ -91,6 +101,7 @@ impl ModelFile {
             (bytes.disk, bytes.direct) = (length, length);
             return Ok(bytes);
         }
+        before_disk();
         self.read_exact_at(at, rest)?;
         match self.lies_in_memory() {
             true => bytes.page_cache += length,
@@ -132,6 +143,17 @@ impl ModelFile {
                 Ok(false)
             }
             Err((got, error)) => Err(self.failed(offset, got, target.len(), &error)),
+        }
+    }
+
+    /// Has the system begin to read `range` into the page cache, in order (posix_fadvise(2)).
+    pub fn read_ahead(&self, range: &Range<u64>) {
+        let Some(file) = self.descriptor() else { return };
+        // A request is cut to what the disk takes at once, 1 MiB or more on most.
+        for start in range.clone().step_by(AHEAD_BYTES as usize) {
+            let length = std::num::NonZeroU64::new(AHEAD_BYTES.min(range.end - start));
+            // Advice: where it is not taken the reads that follow find the bytes themselves.
+            let _ = fadvise(file, start, length, Advice::WillNeed);
         }
     }
 

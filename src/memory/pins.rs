@@ -9,6 +9,7 @@ use std::sync::Arc;
 use crate::error::{Error, ErrorCode, Result};
 use crate::memory::pager::Hold;
 use crate::memory::vbar::Bar;
+use crate::process;
 use crate::sync::{AtomicU64, Mutex, Relaxed};
 
 /// Names pins that were put aside; never 0.
@@ -22,19 +23,22 @@ pub struct Pins {
 }
 
 impl Pins {
-    /// Puts a hold aside.
+    /// Puts a hold aside. In a forked child, which has no pins, and at exit, its token is stale.
     pub fn put(&self, bar: Arc<Bar>, hold: Hold) -> Token {
         static NEXT: AtomicU64 = AtomicU64::new(1);
         let token = NEXT.fetch_add(1, Relaxed);
-        self.held.lock().insert(token, (bar, hold));
+        if !process::ending() {
+            self.held.lock().insert(token, (bar, hold));
+        }
         Token(token)
     }
 
     /// Takes a hold back out, once.
     ///
     /// # Errors
-    /// `StaleToken` for a token that is not held.
+    /// `StaleToken` for a token that is not held; `ProcessEnding`.
     pub fn take(&self, token: Token) -> Result<(Arc<Bar>, Hold)> {
+        process::check()?;
         self.held.lock().remove(&token.0).ok_or_else(|| {
             let text = format!("token {} holds no pins of this runtime", token.0);
             Error::new(ErrorCode::StaleToken, text)

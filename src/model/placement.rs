@@ -185,6 +185,11 @@ impl Ranking {
         &self.cycle
     }
 
+    /// A page takes so long on the link from now on. The order does not depend on it.
+    pub fn set_page_ns(&mut self, page_ns: u64) {
+        self.cycle.page_ns = page_ns;
+    }
+
     /// Pages of the cycle.
     #[must_use]
     pub fn page_count(&self) -> u32 {

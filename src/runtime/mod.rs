@@ -274,8 +274,8 @@ impl Runtime {
     /// evicted last, after a wait for the context. Any other stream is one that used them too.
     ///
     /// # Errors
-    /// `StaleToken` when the token holds no pins, or they were released by force; what the driver
-    /// says of another stream.
+    /// `StaleToken` when the token holds no pins, or they were released by force; `ProcessEnding`;
+    /// what the driver says of another stream.
     pub fn unpin(&self, token: Token, stream: Stream) -> Result<()> {
         let (bar, hold) = self.inner.pins.take(token)?;
         self.pager().unpin_on(&bar, &hold, stream)
@@ -301,7 +301,8 @@ impl Runtime {
         self.pager().set_headroom(bytes)
     }
 
-    /// Explicit budget and headroom as they were set, in bytes.
+    /// Explicit budget and headroom as they were set, in bytes; none and 0 in a forked child, which
+    /// has no memory of the device, and at exit.
     #[must_use]
     pub fn budget_settings(&self) -> (Option<u64>, u64) {
         self.pager().budget_settings()
@@ -436,13 +437,15 @@ impl Runtime {
         self.numbers().used_bytes
     }
 
-    /// Numbers of the device's memory, taken together.
+    /// Numbers of the device's memory, taken together. All 0 in a forked child, which has none of
+    /// it, and at exit.
     #[must_use]
     pub fn numbers(&self) -> MemoryNumbers {
         self.pager().numbers()
     }
 
-    /// Everything that is counted.
+    /// Everything that is counted. In a forked child, and at exit, what happened until then; what
+    /// is held is 0 there.
     #[must_use]
     pub fn statistics(&self) -> Statistics {
         Statistics::of(self.pager(), self.engine_numbers())

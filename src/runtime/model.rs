@@ -10,6 +10,7 @@ use crate::host::bound::{Bound, Source};
 use crate::host::model_files::Model;
 use crate::host::source::ModelFile;
 use crate::model::binding::{Binding, lay_out};
+use crate::process;
 use crate::units::{DeviceAddress, Stream};
 
 /// A safetensors model behind a VBAR.
@@ -70,8 +71,9 @@ impl Vbar {
     /// # Errors
     /// `InvalidArgument` when the VBAR is bound or has allocations, a segment leaves its source or
     /// the VBAR, or memory is not page-locked that must be; `Closed`; `HostMemory` when the staging
-    /// ring cannot be page-locked; what the driver says.
+    /// ring cannot be page-locked; `ProcessEnding`; what the driver says.
     pub fn bind_sources(&self, binding: Binding, mut sources: Vec<Source>) -> Result<()> {
+        process::check()?;
         self.bar().check_open()?;
         let end = binding.end();
         sources.iter_mut().try_for_each(|source| self.find_locked(source))?;

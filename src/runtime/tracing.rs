@@ -7,6 +7,7 @@ use std::fs::File;
 use std::io::{BufWriter, Write};
 use std::path::PathBuf;
 
+use crate::process;
 use crate::sync::Mutex;
 use crate::trace;
 
@@ -30,8 +31,11 @@ pub(super) fn begin() {
     }
 }
 
-/// A runtime has closed.
+/// A runtime has closed. In a forked child it is the parent's, as the file is.
 pub(super) fn end() {
+    if process::ending() {
+        return;
+    }
     let mut asked = ASKED.lock();
     asked.0 = asked.0.saturating_sub(1);
     if asked.0 > 0 {

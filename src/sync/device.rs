@@ -155,7 +155,7 @@ impl Device {
     /// Makes the context current and the capture mode relaxed until the scope is dropped.
     ///
     /// # Errors
-    /// What the driver says; nothing has changed then.
+    /// `ProcessEnding`, what the driver says; nothing has changed then.
     pub fn enter(&self) -> Result<Scope<'_>> {
         let context = self.enter_context()?;
         let mode = self.driver.thread_exchange_stream_capture_mode(CaptureMode::Relaxed);
@@ -166,9 +166,10 @@ impl Device {
     /// Makes the context current until the scope is dropped.
     ///
     /// # Errors
-    /// What the driver says; nothing has changed then.
+    /// As [`Device::enter`].
     #[inline]
     pub fn enter_context(&self) -> Result<ContextScope<'_>> {
+        process::check()?;
         let current = self.driver.ctx_get_current().map_err(|error| self.note(error.into()))?;
         if current == Some(self.context) {
             return Ok(ContextScope { device: self, restore: None });
@@ -307,6 +308,7 @@ impl Device {
                         is being captured";
             return Err(Error::new(ErrorCode::Unsupported, text));
         }
+        process::check()?;
         self.fences.check_context_wait(without)?;
         let mut wait = self.wait(WaitKind::Context);
         self.fences.context_wait(&mut wait, without).map_err(|error| self.note(error))
@@ -354,7 +356,10 @@ pub struct Scope<'a> {
 
 impl Drop for Scope<'_> {
     fn drop(&mut self) {
-        if let Err(error) = self.device.driver.thread_exchange_stream_capture_mode(self.mode) {
+        // In a wait's check the program may have forked.
+        if !process::ending()
+            && let Err(error) = self.device.driver.thread_exchange_stream_capture_mode(self.mode)
+        {
             log::warn!("putting the capture mode back: {error}");
         }
     }
@@ -368,7 +373,7 @@ pub struct ContextScope<'a> {
 
 impl Drop for ContextScope<'_> {
     fn drop(&mut self) {
-        let Some(context) = self.restore else { return };
+        let Some(context) = self.restore.filter(|_| !process::ending()) else { return };
         if let Err(error) = self.device.driver.ctx_set_current(context) {
             log::warn!("putting the current context back: {error}");
         }

@@ -5,10 +5,12 @@ pub mod clock;
 pub mod context;
 pub mod device;
 pub mod fence;
+mod lock;
 pub mod ticket;
 pub mod wait;
 
-pub(crate) use parking_lot::{Condvar, Mutex, MutexGuard};
+pub(crate) use lock::{Condvar, Mutex, MutexGuard};
+pub(crate) use parking_lot::Once;
 pub(crate) use std::sync::atomic::{
     AtomicBool, AtomicU32, AtomicU64, Ordering, Ordering::AcqRel, Ordering::Acquire,
     Ordering::Relaxed, Ordering::Release,

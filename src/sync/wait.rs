@@ -13,6 +13,7 @@ use std::time::{Duration, Instant};
 use crate::counters::{Counters, Waiter};
 use crate::error::{Error, ErrorCode, Result};
 use crate::outcome::WaitKind;
+use crate::process;
 use crate::sync::{AtomicU64, Ordering};
 use crate::trace;
 
@@ -160,7 +161,7 @@ impl<'a> Wait<'a> {
     ///
     /// # Errors
     /// `TimedOut` past the time-out, `Cancelled` when another thread or this thread's own check
-    /// said so.
+    /// said so, `ProcessEnding`.
     pub fn pause(&mut self) -> Result<()> {
         self.check()?;
         self.rounds = self.rounds.saturating_add(1);
@@ -178,8 +179,11 @@ impl<'a> Wait<'a> {
     /// # Errors
     /// As [`Wait::pause`].
     pub fn check(&self) -> Result<Duration> {
+        let ended = ask_thread();
+        // The check may have forked: what is waited for is the parent's.
+        process::check()?;
         let cancelled = self.cancellation.epoch.load(Ordering::Acquire) != self.epoch;
-        if cancelled || ask_thread().is_break() {
+        if cancelled || ended.is_break() {
             let text = format!("waiting for {} was cancelled", self.kind);
             return Err(Error::new(ErrorCode::Cancelled, text));
         }
@@ -199,5 +203,5 @@ impl Drop for Wait<'_> {
     }
 }
 fn waiter() -> Waiter {
-    if crate::process::is_own_thread() { Waiter::Library } else { Waiter::Program }
+    if process::is_own_thread() { Waiter::Library } else { Waiter::Program }
 }

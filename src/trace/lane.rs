@@ -102,10 +102,14 @@ pub fn start(capacity: usize) -> Result<()> {
 }
 
 /// Ends the recording and gives out what was recorded: spans that ended until now. Spans that are
-/// still open, and the parent's in a forked child, are not in it. Empty when nothing was started.
+/// still open are not in it. Empty when nothing was started, in a forked child of a process that
+/// had a device open, and at exit.
 #[must_use]
 pub fn stop() -> Trace {
     let process = std::process::id();
+    if process::ending() {
+        return Trace::empty(process);
+    }
     let session = RECORDER.try_lock_for(PATIENCE).and_then(|mut recorder| {
         SESSION.store(0, Relaxed);
         recorder.session.take()

@@ -101,15 +101,107 @@ CASE(vbar_dlpack_export) {
     c_consumes_an_export();
 }
 
+/* What stands in for Python: one capsule, which is it only by its address. */
+static struct {
+    const char *name;
+    void *pointer;
+} capsule;
+
+typedef void (*Function)(void);
+
+/* POSIX has them of one size, and dlsym would return them so. */
+static void *place_of(Function function) {
+    void *place;
+    memcpy(&place, &function, sizeof place);
+    return place;
+}
+
+static int capsule_is_valid(void *asked, const char *name) {
+    return asked == &capsule && strcmp(name, capsule.name) == 0;
+}
+
+static void *capsule_get_pointer(void *asked, const char *name) {
+    CHECK(capsule_is_valid(asked, name));
+    return capsule.pointer;
+}
+
+static int capsule_set_pointer(void *asked, void *pointer) {
+    CHECK(asked == &capsule && pointer != NULL);
+    capsule.pointer = pointer;
+    return 0;
+}
+
+static int capsule_set_name(void *asked, const char *name) {
+    CHECK(asked == &capsule);
+    capsule.name = name;
+    return 0;
+}
+
 CASE(vbar_dlpack_set_capsule_functions) {
     int function;
-    FAILS(vbar_dlpack_set_capsule_functions(NULL, NULL), VBAR_STATUS_INVALID_ARGUMENT, "NULL");
-    FAILS(vbar_dlpack_set_capsule_functions(&function, NULL), VBAR_STATUS_INVALID_ARGUMENT, "NULL");
-    FAILS(vbar_dlpack_set_capsule_functions(NULL, &function), VBAR_STATUS_INVALID_ARGUMENT, "NULL");
+    for (unsigned missing = 1; missing < 16; missing++) {
+        void *told[4];
+        for (unsigned at = 0; at < 4; at++) told[at] = missing >> at & 1 ? NULL : &function;
+        FAILS(vbar_dlpack_set_capsule_functions(told[0], told[1], told[2], told[3]),
+              VBAR_STATUS_INVALID_ARGUMENT, "NULL");
+    }
+}
+
+CASE(vbar_dlpack_export_capsule) {
+    VbarDlpackTensor tensor = good_tensor(), bad = tensor;
+    static char empty[] = "vbar_dlpack_empty";
+    capsule.name = empty, capsule.pointer = empty;
+    /* Nothing is known of Python yet, so whatever this is it is no capsule. */
+    FAILS(vbar_dlpack_export_capsule(world.token, 0, &tensor, &capsule),
+          VBAR_STATUS_INVALID_ARGUMENT, "no empty capsule");
+    OK(vbar_dlpack_set_capsule_functions(
+        place_of((Function)capsule_is_valid), place_of((Function)capsule_get_pointer),
+        place_of((Function)capsule_set_pointer), place_of((Function)capsule_set_name)));
+    int nothing = 0;
+    EACH_BAD_ID(TOKEN, VbarToken, id, (vbar_dlpack_export_capsule(id, 0, &tensor, &capsule)));
+    FAILS(vbar_dlpack_export_capsule(world.token, 0, &tensor, NULL), VBAR_STATUS_INVALID_ARGUMENT,
+          "no empty capsule");
+    FAILS(vbar_dlpack_export_capsule(world.token, 0, &tensor, &nothing),
+          VBAR_STATUS_INVALID_ARGUMENT, "no empty capsule");
+    FAILS(vbar_dlpack_export_capsule(world.token, 0, NULL, &capsule), VBAR_STATUS_INVALID_ARGUMENT,
+          "NULL");
+    bad.dtype = VBAR_DTYPE_F6_E2M3;
+    FAILS(vbar_dlpack_export_capsule(world.token, 0, &bad, &capsule), VBAR_STATUS_UNSUPPORTED,
+          "6-bit");
+    /* An empty one has nothing to delete, and is as it was. */
+    vbar_dlpack_capsule_destructor(&capsule);
+    CHECK(capsule.name == empty && capsule.pointer == empty);
+    const char *const names[] = {"dltensor_versioned", "dltensor"};
+    for (uint32_t form = 0; form < 2; form++) {
+        VbarFault fault;
+        VbarPage before, after;
+        OK(vbar_bar_residency(world.bar, 0, 1, &before));
+        OK(vbar_bar_fault(world.bar, 0, 64, 0, &fault));
+        tensor.form = form;
+        capsule.name = empty, capsule.pointer = empty;
+        OK(vbar_dlpack_export_capsule(fault.token, 0, &tensor, &capsule));
+        CHECK(strcmp(capsule.name, names[form]) == 0 && capsule.pointer != empty);
+        FAILS(vbar_token_unpin(fault.token, 0), VBAR_STATUS_STALE_TOKEN, "exported");
+        /* It is full. */
+        FAILS(vbar_dlpack_export_capsule(world.token, 0, &tensor, &capsule),
+              VBAR_STATUS_INVALID_ARGUMENT, "no empty capsule");
+        OK(vbar_bar_residency(world.bar, 0, 1, &after));
+        CHECK(after.pin_count == before.pin_count + 1);
+        /* Of one that was consumed nothing is deleted. */
+        capsule.name = "used_dltensor";
+        vbar_dlpack_capsule_destructor(&capsule);
+        OK(vbar_bar_residency(world.bar, 0, 1, &after));
+        CHECK(after.pin_count == before.pin_count + 1);
+        capsule.name = names[form];
+        vbar_dlpack_capsule_destructor(&capsule);
+        OK(vbar_bar_residency(world.bar, 0, 1, &after));
+        CHECK(after.pin_count == before.pin_count);
+    }
+    capsule.name = empty;
 }
 
 CASE(vbar_dlpack_capsule_destructor) {
-    /* Nothing is known of Python here, so whatever this is it is no capsule. */
+    /* Whatever this is, it is no capsule. */
     int nothing = 0;
     vbar_dlpack_capsule_destructor(NULL);
     vbar_dlpack_capsule_destructor(&nothing);
@@ -118,6 +210,7 @@ CASE(vbar_dlpack_capsule_destructor) {
 const struct Case dlpack_cases[] = {
     ENTRY(vbar_dlpack_export),
     ENTRY(vbar_dlpack_set_capsule_functions),
+    ENTRY(vbar_dlpack_export_capsule),
     ENTRY(vbar_dlpack_capsule_destructor),
     {NULL, NULL},
 };

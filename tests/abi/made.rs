@@ -32,6 +32,7 @@ pub(crate) const HEADERS: &[Header] = &[
             "model",
             "ahead",
             "dlpack",
+            "capsule",
             "statistics",
             "torch",
             "torch/numbers",

@@ -10,7 +10,7 @@ use parking_lot::Mutex;
 use tempfile::TempDir;
 use vbar::driver::Driver;
 use vbar::driver::sim::Verb;
-use vbar::memory::pager::HeldPins;
+use vbar::memory::pager::{Freed, HeldPins, Shortfall};
 use vbar::model::synth::{synthesize, tensor_seed};
 use vbar::options::{Eviction, Poison};
 use vbar::units::{DeviceAddress, Stream};
@@ -311,5 +311,93 @@ fn threads_that_notice_a_smaller_budget_evict_no_more_than_one_would() {
         sim.heal();
     });
     assert_eq!((drawn(&vbar, 8).as_str(), world.used()), ("#####...", 5));
+    world.check();
+}
+
+/// Runs `begin` on another thread and, while it is in the middle of its first call of `verb`,
+/// `then` on this one; the other gets on as soon as this one waits.
+fn in_the_middle_of<T>(
+    world: &World,
+    verb: Verb,
+    begin: impl FnOnce() + Send,
+    then: impl FnOnce() -> T,
+) -> T {
+    let sim = &world.sim;
+    let before = sim.calls(verb);
+    sim.hang(verb);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            sim.ctx_set_current(Some(world.runtime.device().context)).unwrap();
+            begin();
+        });
+        while sim.calls(verb) == before {
+            std::thread::yield_now();
+        }
+        let healed = Arc::clone(sim);
+        set_wait_check(Some(Box::new(move || {
+            healed.heal();
+            ControlFlow::Continue(())
+        })));
+        let done = then();
+        set_wait_check(None);
+        sim.heal();
+        done
+    })
+}
+
+#[test]
+fn a_trim_waits_for_frames_in_the_hands_of_another_thread() {
+    let world = World::budget(4);
+    let old = world.vbar(4);
+    world.touch(&old, 0..4).unwrap();
+    world.sim.ctx_synchronize().unwrap();
+    let trim = || world.runtime.trim(P).unwrap();
+    let trimmed = in_the_middle_of(&world, Verb::MemUnmap, || old.close(), trim);
+    assert_eq!((trimmed, world.used()), (3 * P, 1));
+    world.check();
+}
+
+#[test]
+fn freeing_waits_for_a_page_that_another_thread_faults_in() {
+    for whole_device in [false, true] {
+        let world = World::budget(4);
+        let vbar = world.vbar(2);
+        let (sender, has_freed) = std::sync::mpsc::channel::<()>();
+        let (in_world, faulted) = (&world, &vbar);
+        let fault = move || {
+            let guard = resident(in_world, faulted, 0..1);
+            // Until it was asked for: what is pinned then is told.
+            let _ = has_freed.recv();
+            drop(guard);
+        };
+        let free = || {
+            let freed = match whole_device {
+                true => world.runtime.free_memory(u64::MAX),
+                false => vbar.free_memory(u64::MAX),
+            };
+            drop(sender);
+            freed.unwrap()
+        };
+        let freed = in_the_middle_of(&world, Verb::MemMap, fault, free);
+        let pinned = Freed { bytes: 0, shortfall: Some(Shortfall::AllPinned(1)) };
+        assert_eq!(freed, pinned, "whole device: {whole_device}");
+        world.check();
+    }
+}
+
+#[test]
+fn freeing_takes_a_page_that_another_thread_fetches() {
+    let folder = TempDir::new().unwrap();
+    let path = folder.path().join("model.safetensors");
+    synthesize(&path, 8 * P, SEED).unwrap();
+    let world = World::budget(4);
+    world.runtime.open_engine_by_hand();
+    let model = world.runtime.open_model(&path).unwrap();
+    let pages = model.range(0).end.div_ceil(P) - model.range(0).start / P;
+    model.prefetch(0).unwrap();
+    let drive = || world.runtime.drive_engine().unwrap();
+    let free = || model.vbar().free_memory(pages * P).unwrap();
+    let freed = in_the_middle_of(&world, Verb::MemMap, drive, free);
+    assert_eq!(freed, Freed { bytes: pages * P, shortfall: None });
     world.check();
 }

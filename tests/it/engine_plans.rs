@@ -131,8 +131,8 @@ fn measured_cycles_move_the_streaming_frames_and_only_pages_at_the_margin() {
     let pages = bench.world.runtime.engine_numbers().planned_pages;
     let loads = clean_pass(&mut bench);
     assert_eq!(loads, pages - 32 + before);
-    // One that settles, and sixteen before anything is tried.
-    tell(&bench, 16, 1000);
+    // One that settles, and four before anything is tried.
+    tell(&bench, 4, 1000);
     assert_eq!(streaming(&bench), before);
     tell(&bench, 1, 1000);
     let more = streaming(&bench) - before;
@@ -146,7 +146,7 @@ fn measured_cycles_move_the_streaming_frames_and_only_pages_at_the_margin() {
     assert!(clean_pass(&mut bench) <= loads + 2 * more);
     assert_eq!(clean_pass(&mut bench), loads);
     // It pays now: tried after twice as many, and one that settles.
-    tell(&bench, 32, 1000);
+    tell(&bench, 8, 1000);
     assert_eq!(streaming(&bench), before);
     tell(&bench, 1, 1000);
     assert_eq!(streaming(&bench), before + more);

@@ -3,11 +3,12 @@
 use vbar::RuntimeOptions;
 use vbar::driver::Driver;
 use vbar::driver::sim::Verb;
+use vbar::memory::pager::HeldPins;
 use vbar::options::Threads;
 
 use crate::engine::Bench;
 use crate::engine_more::{Rig, eventually};
-use crate::world::{DEVICE, P, options};
+use crate::world::{DEVICE, P, drawn, options, resident_on};
 
 /// Pages of the device, and of the headroom.
 const ALL: u64 = 64;
@@ -79,6 +80,30 @@ fn one_look_restores_the_headroom_and_the_plan_grows_back_a_little_at_a_time() {
     }
     let grown = bench.world.runtime.engine_numbers();
     assert_eq!(grown.kept_pages, before.kept_pages, "{grown:?} {before:?}");
+    bench.check_shut();
+}
+
+#[test]
+fn what_enqueued_work_still_needs_goes_last() {
+    let mut bench = Bench::on(&device(), &[48], automatic(Some(Threads::Off)));
+    (0..2).for_each(|_| bench.pass(0));
+    bench.world.sim.stream_synchronize(bench.world.stream).unwrap();
+    let held = bench.world.another_stream();
+    bench.world.sim.hold_stream(held).unwrap();
+    let guard = resident_on(bench.bars[0].vbar(), 44..48, held);
+    bench.world.write(bench.world.scratch(), P, 1, held);
+    drop(guard);
+    bench.bars[0].vbar().end_of_run(held, HeldPins::Keep).unwrap();
+    let outside = ALL - bench.world.sim.used_bytes(DEVICE) / P;
+    bench.world.sim.set_outside_bytes(DEVICE, outside * P);
+    bench.world.runtime.refresh().unwrap();
+    assert!(headroom_is_free(&bench.world.sim, outside), "{} used", bench.world.used());
+    assert!(
+        drawn(bench.bars[0].vbar(), 48).ends_with("####"),
+        "{}",
+        drawn(bench.bars[0].vbar(), 48)
+    );
+    bench.world.sim.release_stream(held).unwrap();
     bench.check_shut();
 }
 

@@ -19,6 +19,7 @@ use crate::world::{P, ROOMY, World, budget_options, resident_on};
 mod check;
 mod closing;
 mod context;
+mod fork;
 mod staging;
 
 /// Long enough for every test, short enough to end one that fails.

@@ -155,7 +155,7 @@ class Garbage(Case):
             print(library.vbar_log_poll(room, 0, level, length), end=" ")
             print(library.vbar_log_poll(room, 8, level, length), end=" ")
             print(library.vbar_thread_set_wait_check(None, None), end=" ")
-            print(library.vbar_dlpack_set_capsule_functions(None, None), end=" ")
+            print(library.vbar_dlpack_set_capsule_functions(*[None] * 4), end=" ")
             library.vbar_dlpack_capsule_destructor(None)
             for status in (-2**31, -1, 0, 1, 99, 2**31 - 1):
                 assert library.vbar_status_text(status)

@@ -4,16 +4,27 @@ Python runs handlers between two of its instructions. Here every one of them has
 is made again and again, and the n-th time its n-th instruction raises.
 """
 
+import dis
 import gc
 import sys
 import unittest
+from unittest import mock
 
 import vbar
 from support import PAGE, Case, Sim, check_program, open_device, pattern, spec
+from vbar import _dlpack
+from vbar._call import call_often
 
 
 class Raised(BaseException):
     """What the handler raises; no ``except Exception`` takes it for its own."""
+
+
+#: Between an exception and its ``except``, and behind that, no handler of a signal runs, and an
+#: interpreter that is made to raise there keeps the exception for ever.
+HANDLERS_OWN = {
+    dis.opmap.get(name) for name in ("PUSH_EXC_INFO", "COPY", "POP_EXCEPT", "RERAISE")
+}
 
 
 def raises_at(number, call):
@@ -23,7 +34,7 @@ def raises_at(number, call):
     def trace(frame, event, _argument):
         nonlocal left
         frame.f_trace_opcodes, frame.f_trace_lines = True, False
-        if event == "opcode":
+        if event == "opcode" and frame.f_code.co_code[frame.f_lasti] not in HANDLERS_OWN:
             left -= 1
             if left == 0:
                 raise Raised
@@ -183,6 +194,51 @@ class Handlers(Case):
                 self.assertEqual(bar.residency()[0].pin_count, 0, number)
 
             self.check_everywhere(exported, check)
+
+    def test_no_export_is_left_by_a_handler_that_raises_in_the_wake_of_another(self):
+        """One raises at the call that exports, or it fails, and one at any instruction behind."""
+
+        class First(BaseException):
+            pass
+
+        def raising(when):
+            def call(function, *arguments):
+                exports = function is _dlpack._known_capsules().export
+                if not exports or when == "after":
+                    call_often(function, *arguments)
+                if exports:
+                    raise First
+
+            return mock.patch.object(_dlpack, "call_often", call)
+
+        with open_device() as device:
+            bar = device.create_bar(PAGE)
+            guard = bar.fault(0, 64)
+            view, six_bits = guard.view("U8"), guard.view("F6_E2M3", 4)
+
+            def exported():
+                try:
+                    view.__dlpack__(max_version=(1, 0))
+                except First:
+                    pass
+
+            def refused():
+                try:
+                    six_bits.__dlpack__()
+                except vbar.Unsupported:
+                    pass
+
+            def check(number):
+                # Its own.
+                self.assertEqual(bar.residency()[0].pin_count, 1, number)
+
+            view.__dlpack__()
+            for when in ("before", "after"):
+                with self.subTest(when), raising(when):
+                    self.check_everywhere(exported, check)
+            with self.subTest("refused"):
+                self.check_everywhere(refused, check)
+            guard.close()
 
     def test_what_is_dropped_is_closed_without_an_instruction_of_python(self):
         with open_device() as device:

@@ -64,7 +64,7 @@ impl Plan {
             frames,
             longest_compute_ns: longest.unwrap_or(0),
             layout: Layout::default(),
-            split: Split::new(0, 0, 0),
+            split: Split::new(0, 0, 0, 0),
             position: Position::new(steps),
             throughout: Kept::new(),
             turns: Vec::new(),
@@ -82,6 +82,19 @@ impl Plan {
         self
     }
 
+    /// The same for a link that takes `page_ns` nanoseconds a page. Which pages stay before which
+    /// others does not depend on it.
+    pub(super) fn with_link(mut self, page_ns: u64) -> Self {
+        self.ranking.set_page_ns(page_ns);
+        self.lay_out(self.frames);
+        self
+    }
+
+    /// Time of a page on the link that it was made for.
+    pub(super) fn page_ns(&self) -> u64 {
+        self.ranking.cycle().page_ns
+    }
+
     fn lay_out(&mut self, frames: u64) {
         let few = u32::try_from(frames).unwrap_or(u32::MAX);
         self.frames = frames;
@@ -92,7 +105,7 @@ impl Plan {
         };
         let streaming = layout.streaming_frames();
         let most = streaming.saturating_mul(MOST_TIMES).min(few);
-        self.split = Split::new(streaming, least.min(streaming), most);
+        self.split = Split::new(streaming, least.min(streaming), most, self.page_ns());
         self.adopt(layout);
     }
 
@@ -167,7 +180,7 @@ impl Plan {
     /// The longest that a step can take: its compute time, and all frames filled anew for it.
     pub(super) fn longest_ns(&self) -> u64 {
         let filled = self.frames.min(self.page_count());
-        self.longest_compute_ns.saturating_add(filled * self.ranking.cycle().page_ns)
+        self.longest_compute_ns.saturating_add(filled * self.page_ns())
     }
 
     /// Compute time that it was made for of a step that it has.
@@ -261,5 +274,35 @@ impl Plan {
         let (before, behind) = self.steps().split_at(self.position.next());
         let steps = before.iter().rev().chain(behind.iter().rev());
         steps.flat_map(|step| step.pages.iter().rev().copied())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::model::policy_model::layer_steps;
+
+    /// 64 layers of 16 pages that compute for a third of their 4.9 ms on the link, in a tenth of
+    /// the frames.
+    #[test]
+    fn another_link_makes_another_split_and_moves_only_pages_at_the_margin() {
+        let plan = |page_ns: u64| {
+            let steps = layer_steps(0, &[16; 64], 1_550_000 / 16, 0);
+            Plan::new(1, true, Cycle { steps, page_ns }, 102)
+        };
+        let right = plan(305_000);
+        // The link takes 14.7 pages a layer, of which it copies 5 while one computes.
+        assert!((20..=26).contains(&right.streaming_frames()), "{}", right.streaming_frames());
+        let slow = plan(900_000);
+        assert!(slow.streaming_frames() < 20, "{}", slow.streaming_frames());
+        let (before, streaming) = (slow.kept_count(), slow.streaming_frames());
+        let kept = slow.kept()[&BarId(0)].clone();
+        let moved = slow.with_link(305_000);
+        assert_eq!(moved.page_ns(), 305_000);
+        assert_eq!(moved.streaming_frames(), right.streaming_frames());
+        assert_eq!(moved.kept(), right.kept());
+        let more = u64::from(moved.streaming_frames() - streaming);
+        assert_eq!(before - moved.kept_count(), more);
+        assert!(moved.kept()[&BarId(0)].is_subset(&kept));
     }
 }

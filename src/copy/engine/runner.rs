@@ -70,6 +70,8 @@ pub(super) struct Runner {
     /// As measured by the last turn of a cycle, and when the last plan was made.
     link_ns_per_mib: Option<u64>,
     drift: Drift,
+    /// The same of the time of a page on the link.
+    link_drift: Drift,
     /// Where a frame lacks, pages that may lose theirs are to be looked for.
     is_search_due: bool,
     /// Steps that came so far.
@@ -190,12 +192,14 @@ impl Runner {
             let compute_ns = plan.cycle_compute_ns(|step| self.schedule.compute_ns(step));
             self.link_ns_per_mib = pager.link_ns_per_mib();
             let ns_per_mib = self.link_ns_per_mib.unwrap_or(NS_PER_MIB);
+            self.link_drift.sample(plan.page_ns(), page_ns(pager, ns_per_mib));
             let pass = self.meter.turn(reading, compute_ns, ns_per_mib);
             let sampled = plan.sampled;
             if let Some(pass) = pass.filter(|_| sampled) {
                 self.observe(pager, pass);
             }
-            self.end_cycle();
+            self.end_cycle(pager);
+            pager.note_pass_end();
         }
         if moved.is_jump {
             // It began anywhere.
@@ -231,14 +235,31 @@ impl Runner {
         self.plan = Some(plan);
     }
 
-    /// Looks whether the device computes as long as the plan in force says.
-    fn end_cycle(&mut self) {
+    /// Looks whether the device computes, and the link copies, as long as the plan in force says.
+    fn end_cycle(&mut self, pager: &Pager) {
         let Some(plan) = self.plan.as_mut().filter(|plan| plan.sampled) else { return };
         if self.drift.end_cycle() {
             log::debug!("the device computes for other times than before: they are sampled anew");
             plan.unlearn();
             self.schedule.forget_samples();
         }
+        if self.link_drift.end_cycle()
+            && let Some(plan) = self.plan.take()
+        {
+            self.relink(pager, plan);
+        }
+    }
+
+    /// The link has become another one than the plan was made for, as one does that was timed while
+    /// files were being read: other splits may be better.
+    fn relink(&mut self, pager: &Pager, plan: Plan) {
+        let (before, before_ns) = (plan.streaming_frames(), plan.page_ns());
+        let plan = plan.with_link(page_ns(pager, self.link_ns_per_mib.unwrap_or(NS_PER_MIB)));
+        let (now, now_ns) = (plan.streaming_frames(), plan.page_ns());
+        log::debug!("a page takes {now_ns} ns, not {before_ns}: {now} frames stream, not {before}");
+        self.plans += 1;
+        self.meter.spoil();
+        self.enforce(pager, plan);
     }
 
     fn know(&mut self, pager: &Pager, bar: BarId) {
@@ -294,12 +315,10 @@ impl Runner {
                 plan.with_frames(frames)
             }
             before => {
-                let page_bytes = pager.device.options.page_size.bytes();
                 self.link_ns_per_mib = pager.link_ns_per_mib();
-                let ns_per_mib = self.link_ns_per_mib.unwrap_or(NS_PER_MIB);
-                let page_ns = page_bytes.saturating_mul(ns_per_mib) / MIB;
+                let page_ns = page_ns(pager, self.link_ns_per_mib.unwrap_or(NS_PER_MIB));
                 let classes = |bar: BarId| self.bars.get(&bar).map_or(0, |bar| pager.class_of(bar));
-                let Some(cycle) = Cycle::of(&self.schedule, page_ns.max(1), classes) else {
+                let Some(cycle) = Cycle::of(&self.schedule, page_ns, classes) else {
                     self.plan = before;
                     return;
                 };
@@ -500,6 +519,11 @@ impl Spent for SpentPages<'_> {
     fn put_back(&mut self, page: PageOf) {
         self.course.add_spent(PageRef { bar: BarId(page.bar.id), page: page.page });
     }
+}
+
+/// Time of a page on a link that copies a MiB in `ns_per_mib`.
+fn page_ns(pager: &Pager, ns_per_mib: u64) -> u64 {
+    (pager.device.options.page_size.bytes().saturating_mul(ns_per_mib) / MIB).max(1)
 }
 
 fn is_kept(plan: Option<&Plan>, page: PageRef) -> bool {

@@ -1,7 +1,7 @@
 //! What PyTorch's allocator counts and how its memory is laid out, for who tells programs.
 //!
-//! `torch.cuda.memory_stats` and its like raise with a plug-in allocator; the Python package answers
-//! them from here. Structs and copies of numbers, nothing else.
+//! `torch.cuda.memory_stats` and its like raise with a plug-in allocator; the Python package
+//! answers them from here. Structs and copies of numbers, nothing else.
 
 #![expect(unsafe_code, reason = "exported symbols must keep their names")]
 

@@ -8,10 +8,8 @@
 
 use std::cell::Cell;
 
-use parking_lot::Mutex;
-
 use super::callable::Callable;
-use crate::sync::{AtomicU32, Ordering};
+use crate::sync::{AtomicU32, Mutex, Ordering};
 use crate::torch::{PoolFilter, PoolId};
 use crate::units::Stream;
 

@@ -5,6 +5,7 @@ use std::collections::VecDeque;
 use parking_lot::Mutex;
 
 use super::*;
+use crate::host::reading::Reading;
 
 /// One answer of the injected reader.
 enum Answer {
@@ -140,4 +141,51 @@ fn a_difference_is_named() {
     assert!(before.difference(&shorter).unwrap().contains("10 to 4"));
     let other = FileIdentity { inode: 4, ..before };
     assert!(before.difference(&other).unwrap().contains("another file"));
+}
+
+/// Bytes of memory of which those before `cached` need no disk.
+struct Halfway {
+    bytes: Vec<u8>,
+    cached: usize,
+}
+
+impl ReadAt for Halfway {
+    fn read_at(&self, target: &mut [u8], offset: u64) -> io::Result<usize> {
+        target.copy_from_slice(&self.bytes[offset as usize..offset as usize + target.len()]);
+        Ok(target.len())
+    }
+
+    fn read_cached_at(&self, target: &mut [u8], offset: u64) -> io::Result<usize> {
+        let there = self.cached.saturating_sub(offset as usize).min(target.len());
+        match there {
+            0 => Err(io::ErrorKind::WouldBlock.into()),
+            _ => self.read_at(&mut target[..there], offset),
+        }
+    }
+
+    fn identity(&self) -> io::Result<FileIdentity> {
+        Ok(FileIdentity { bytes: self.bytes.len() as u64, ..FileIdentity::default() })
+    }
+}
+
+#[track_caller]
+fn check_before_disk(reading: Reading, read: std::ops::Range<usize>, disk: u64) {
+    let bytes = bytes_of(1000);
+    let reader = Box::new(Halfway { bytes: bytes.clone(), cached: 600 });
+    let file = ModelFile::from_reader(reader, "halfway").unwrap();
+    let (mut target, mut calls) = (vec![0; read.len()], 0);
+    let found = file.read_by(reading, read.start as u64, &mut target, || calls += 1).unwrap();
+    assert_eq!(target, bytes[read.clone()]);
+    assert_eq!((found.disk, found.page_cache), (disk, read.len() as u64 - disk));
+    assert_eq!(calls, u32::from(disk > 0), "{read:?}");
+}
+
+#[test]
+fn a_read_that_will_wait_for_the_disk_says_so_before() {
+    check_before_disk(Reading::Cached, 0..600, 0);
+    check_before_disk(Reading::Cached, 100..500, 0);
+    check_before_disk(Reading::Cached, 500..700, 100);
+    check_before_disk(Reading::Cached, 600..1000, 400);
+    // Past the page cache is refused here, so it is read through it.
+    check_before_disk(Reading::CachedOrDirect, 500..700, 100);
 }

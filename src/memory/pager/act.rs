@@ -21,6 +21,7 @@ use crate::memory::frames::FrameIndex;
 use crate::memory::page_table::{Page, PageState};
 use crate::options::Eviction;
 use crate::outcome::Reason;
+use crate::process;
 use crate::sync::fence::StreamSlot;
 use crate::sync::ticket::Ticket;
 use crate::trace::Kind;
@@ -88,7 +89,6 @@ impl Pager {
         claims: Vec<Claim>,
         writer: Option<Writer>,
     ) -> std::result::Result<Vec<Protected>, Failure> {
-        let strict = self.device.options.eviction == Eviction::Strict;
         let mut placed = self.place(claims);
         // Read while the mappings are made.
         let filler = match self.filler_for(&placed) {
@@ -98,12 +98,20 @@ impl Pager {
                 return Err(Failure::Error(error));
             }
         };
-        if let Some(filler) = filler.as_ref().filter(|filler| self.is_gradual(&placed, filler)) {
-            let filling = filler.begin(fill_jobs(&placed));
-            return self.act_gradually(placed, filler, filling);
-        }
         let filling = filler.as_ref().map(|filler| filler.begin(fill_jobs(&placed)));
-        let done = if strict { self.unmap_victims_first(&mut placed) } else { Ok(()) }
+        // Old mappings of frames that have moved go while the bytes are on their way.
+        if let Err(error) = self.reap() {
+            drop(filling);
+            self.undo(placed);
+            return Err(Failure::Error(error));
+        }
+        let filling = match (filling, filler.as_ref()) {
+            (Some(filling), Some(filler)) if self.is_gradual(&placed, filler) => {
+                return self.act_gradually(placed, filler, filling);
+            }
+            (filling, _) => filling,
+        };
+        let done = if self.is_strict() { self.unmap_victims_first(&mut placed) } else { Ok(()) }
             .and_then(|()| self.lift_claimed(&placed))
             .and_then(|()| self.create_missing(&mut placed))
             .and_then(|()| self.map_all(&mut placed))
@@ -113,6 +121,10 @@ impl Pager {
             return Err(failure);
         }
         self.commit(placed, writer, filling)
+    }
+
+    fn is_strict(&self) -> bool {
+        self.device.options.eviction == Eviction::Strict
     }
 
     fn place(&self, claims: Vec<Claim>) -> Vec<Placed> {
@@ -234,26 +246,7 @@ impl Pager {
         filling: Option<Pipeline<'_>>,
     ) -> std::result::Result<Vec<Protected>, Failure> {
         counters::add(&self.device.counters.pages_mapped, placed.len() as u64);
-        let mut lingering = Vec::new();
-        for entry in &placed {
-            if let Take::Victim(victim) = &entry.claim.take {
-                counters::add(&self.device.counters.pages_evicted, 1);
-                self.trace_evict(victim);
-                self.part_with_victim(victim, &entry.claim.users, &mut lingering);
-            }
-        }
-        {
-            let mut state = self.state.lock();
-            for old in &lingering {
-                state.frames.leave_mapping(old.bar.table.page(old.page).frame());
-            }
-            state.lingering.extend(lingering);
-            for entry in &placed {
-                if let Take::Victim(victim) = &entry.claim.take {
-                    state.sink_watermark(victim.bar.id, victim.page, self.device.fences.now());
-                }
-            }
-        }
+        self.part_with_victims(&placed);
         let mut published = Vec::with_capacity(placed.len());
         let mut is_published = vec![false; placed.len()];
         let filled = self.make_ready(&placed, writer, filling, &mut |index, ticket| {
@@ -265,9 +258,30 @@ impl Pager {
         for (entry, _) in placed.iter().zip(is_published).filter(|(_, published)| !published) {
             self.withdraw(&entry.claim, entry.frame(), entry.claim.backing.destination());
         }
-        self.changed.notify_all();
-        self.trace_memory();
+        self.notify_changed();
         filled.map_or_else(|error| Err(Failure::Error(error)), |()| Ok(published))
+    }
+
+    /// The victims lose their pages: there is no way back.
+    fn part_with_victims(&self, placed: &[Placed]) {
+        let mut lingering = Vec::new();
+        for entry in placed {
+            if let Take::Victim(victim) = &entry.claim.take {
+                counters::add(&self.device.counters.pages_evicted, 1);
+                self.trace_evict(victim);
+                self.part_with_victim(victim, &entry.claim.users, &mut lingering);
+            }
+        }
+        let mut state = self.state.lock();
+        for old in &lingering {
+            state.frames.leave_mapping(old.bar.table.page(old.page).frame());
+        }
+        state.lingering.extend(lingering);
+        for entry in placed {
+            if let Take::Victim(victim) = &entry.claim.take {
+                state.sink_watermark(victim.bar.id, victim.page, self.device.fences.now());
+            }
+        }
     }
 
     /// The old mapping goes now if its users have passed, else when they have.
@@ -387,6 +401,9 @@ impl Pager {
     /// may be under way to it, and the frame's former users may not be done. Nobody can pin it in
     /// between.
     fn withdraw(&self, claim: &Claim, frame: FrameIndex, destination: Destination) {
+        if process::ending() {
+            return;
+        }
         let mut users = claim.users.clone();
         if claim.bar.bound().is_some() {
             // A fence that nobody records never passes: without one the copies are waited for.
@@ -408,8 +425,12 @@ impl Pager {
         self.state.lock().lingering.push(lingering);
     }
 
-    /// Undoes everything before the commit point.
+    /// Undoes everything before the commit point; nothing where the process ends, as the child does
+    /// of a fork that the program made while it waited.
     fn undo(&self, placed: Vec<Placed>) {
+        if process::ending() {
+            return;
+        }
         for entry in placed {
             let Placed { claim, frame, mapped, before, .. } = entry;
             let lost = mapped && self.undo_mapping(&claim);
@@ -449,6 +470,14 @@ impl Pager {
                 drop(state);
                 handle.map(|handle| self.release_to(claim.backing, handle));
             }
+        }
+    }
+
+    /// Pages have come, or do not come after all: whoever waits for them looks again.
+    fn notify_changed(&self) {
+        if !process::ending() {
+            self.changed.notify_all();
+            self.trace_memory();
         }
     }
 

@@ -8,6 +8,7 @@
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
+use super::hands::{Grip, InHand};
 use super::plan::{Asker, Backing, Blocked, Claim, Take, Usable, take_pages, take_spare};
 use super::state::{Life, State};
 use super::{Pager, Poll};
@@ -229,13 +230,15 @@ struct UnderWay<'a> {
     pager: &'a Pager,
     wanted: &'a [Wanted],
     count: u32,
+    _in_hand: Option<InHand<'a>>,
 }
 
 impl<'a> UnderWay<'a> {
     fn new(pager: &'a Pager, state: &mut State, wanted: &'a [Wanted], claims: usize) -> Self {
         let count = claims as u32;
         state.ahead_count += count;
-        Self { pager, wanted, count }
+        let in_hand = (count > 0).then(|| InHand::new(pager, state, Grip::Coming));
+        Self { pager, wanted, count, _in_hand: in_hand }
     }
 }
 

@@ -13,6 +13,7 @@ use crate::error::Result;
 use crate::memory::page_table::PageState;
 use crate::memory::vbar::Bar;
 use crate::options::Threads;
+use crate::process;
 use crate::units::PageIndex;
 
 impl Pager {
@@ -42,6 +43,9 @@ impl Pager {
 
     /// Starts or ends the threads that read files.
     pub fn set_readers(&self, threads: Threads) {
+        if process::ending() {
+            return;
+        }
         let mut reading = self.reading.lock();
         *reading = threads;
         if let Some(filler) = self.made_filler() {
@@ -55,6 +59,11 @@ impl Pager {
         for run in runs(pages) {
             filler.forget(bar.id, run);
         }
+    }
+
+    /// A pass of the program has ended: what it did not stream is not needed in page-locked memory.
+    pub fn note_pass_end(&self) {
+        self.made_filler().iter().for_each(|filler| filler.note_pass_end());
     }
 
     /// Gives page-locked memory back where it is time to; see [`Filler::housekeep`]. Lets go of the
@@ -113,6 +122,9 @@ impl Pager {
     /// Lets go of the program's memory that VBARs which are gone were bound to, and that nobody
     /// reads any more. Where the filler is being made there is none.
     pub(super) fn sweep_memory(&self) {
+        if process::ending() {
+            return;
+        }
         let filler = self.filler.try_lock().and_then(|filler| filler.clone());
         if let Some(filler) = filler {
             filler.sweep();
@@ -129,14 +141,18 @@ impl Pager {
         self.made_filler().map_or(Ok(0), |filler| filler.trim_host(keep_bytes))
     }
 
-    /// Page-locked bytes that the pager holds, by what holds them.
+    /// Page-locked bytes that the pager holds, by what holds them. None in a forked child.
     #[must_use]
     pub fn locked(&self) -> LockedBytes {
         self.made_filler().map_or_else(LockedBytes::default, |filler| filler.locked())
     }
 
     pub(super) fn made_filler(&self) -> Option<Arc<Filler>> {
-        // A forked child must not wait for a lock that nobody may ever release.
+        // Not even tried in a forked child: to give a lock back may wait for ever there.
+        if process::ending() {
+            return None;
+        }
+        // It may be in the making, which takes its time.
         self.filler.try_lock_for(std::time::Duration::from_millis(50))?.clone()
     }
 }

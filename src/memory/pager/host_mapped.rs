@@ -30,6 +30,7 @@ use crate::memory::page_table::{Page, PageState, Pin};
 use crate::memory::vbar::Bar;
 use crate::options::HostMapped;
 use crate::outcome::{Reason, Refusal, WaitKind};
+use crate::process;
 use crate::sync::device::Device;
 use crate::sync::fence::{Cover, StreamSlot};
 use crate::sync::ticket::Ticket;
@@ -77,7 +78,9 @@ enum Plan {
 impl Pager {
     /// Sets who bounds host frames, beside the system, from now on.
     pub fn set_host_room(&self, room: Arc<dyn HostRoom>) {
-        *self.host.bound.lock() = Some(room);
+        if !process::ending() {
+            *self.host.bound.lock() = Some(room);
+        }
     }
 
     /// Makes a request readable that was refused device frames, its missing pages from the host's

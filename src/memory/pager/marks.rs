@@ -13,6 +13,8 @@ use crate::memory::page_table::{PageState, draw};
 use crate::memory::policy::{Healing, Rank};
 use crate::memory::space::{self, Space};
 use crate::memory::vbar::{Bar, Content};
+use crate::process;
+use crate::sync::MutexGuard;
 use crate::sync::context::WithoutEvent;
 use crate::sync::ticket::Ticket;
 use crate::trace::Kind;
@@ -169,6 +171,7 @@ impl Pager {
     }
 
     fn bind_unused(&self, bar: &Bar, bound: Arc<Bound>, end: u64) -> Result<()> {
+        self.device.check()?;
         let mut state = self.state.lock();
         if state.open(bar)?.extent > 0 {
             let text = "the VBAR was used already: bind it before its first fault";
@@ -338,6 +341,8 @@ impl Pager {
 
     fn change_budget(&self, change: impl FnOnce(&mut State), without: WithoutEvent) -> Result<()> {
         let _span = self.span(Kind::Budget);
+        // A lost device has a budget all the same; a process that ends has not even a lock.
+        process::check()?;
         {
             let mut state = self.state.lock();
             change(&mut state);
@@ -441,16 +446,14 @@ impl Pager {
             .collect()
     }
 
-    /// The state, to be looked at. `None` in a forked child where another thread's copy holds the
-    /// lock for ever: nothing is the child's anyway.
-    fn look(&self) -> Option<crate::sync::MutexGuard<'_, State>> {
-        match crate::process::ending() {
-            true => self.state.try_lock(),
-            false => Some(self.state.lock()),
-        }
+    /// The state, to be looked at. `None` in a forked child, whose copy of the lock may be held, or
+    /// waited for, by a thread that is not there, and at exit.
+    fn look(&self) -> Option<MutexGuard<'_, State>> {
+        (!process::ending()).then(|| self.state.lock())
     }
 
-    /// The numbers of the device's memory.
+    /// The numbers of the device's memory. All 0 in a forked child, which has none of it, and at
+    /// exit.
     #[must_use]
     pub fn numbers(&self) -> MemoryNumbers {
         let Some(state) = self.look() else { return MemoryNumbers::default() };

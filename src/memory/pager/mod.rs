@@ -12,6 +12,7 @@ mod arena;
 mod claim;
 mod close;
 mod follow;
+mod hands;
 mod hold;
 mod host;
 mod host_mapped;
@@ -22,6 +23,7 @@ mod patience;
 mod plan;
 mod poison;
 mod poll;
+mod reaping;
 mod reclaim;
 mod release;
 mod state;
@@ -58,10 +60,12 @@ pub use reclaim::Reclaim;
 pub use release::{Freed, Shortfall};
 
 use act::{Failure, Writer};
+use hands::{Grip, InHand};
 use host_mapped::Host;
 use patience::Patience;
 use plan::{Planned, Protected, Standing, Usable};
 pub(in crate::memory) use poll::Poll;
+use reaping::Reaping;
 use release::Excess;
 use state::State;
 
@@ -466,22 +470,8 @@ impl Pager {
         slot: Option<StreamSlot>,
         capture: CaptureState,
     ) -> Result<std::result::Result<Vec<Protected>, Reason>> {
-        let bound = requests.iter().all(|request| request.bar.bound().is_some());
-        let (mode, writer) = match (capture, slot) {
-            (CaptureState::None, Some(_)) => (Mode::Stream, Some(Writer { stream, slot })),
-            _ => (Mode::Cpu, None),
-        };
-        let strict = self.device.options.eviction == Eviction::Strict;
-        let usable = match mode {
-            // On a capturing stream a bound VBAR is filled on the fill stream, which is none of
-            // the capture's; anything else would have to be recorded or waited for.
-            _ if capture == CaptureState::Implicit => Usable::Nothing,
-            _ if capture != CaptureState::None && !bound => Usable::Nothing,
-            _ if strict => Usable::Passed,
-            Mode::Cpu if !bound => Usable::Passed,
-            _ => Usable::Recorded,
-        };
-        let mut patience = Patience::new(self);
+        let (usable, writer) = self.usable_for(requests, stream, slot, capture);
+        let (mut patience, mut reaping) = (Patience::new(self), Reaping::Frames);
         loop {
             self.device.check()?;
             // After a refusal the cap that it set holds for this request: what the driver calls
@@ -489,7 +479,7 @@ impl Pager {
             if patience.refused_once.is_none() {
                 self.poll_budget(Poll::IfDue)?;
             }
-            self.reap()?;
+            reaping = self.reap_for(reaping)?;
             if self.shrink()? == Excess::Unknown && patience.may_wait_for_context(capture) {
                 self.device.context_wait()?;
                 self.reap_now()?;
@@ -497,7 +487,7 @@ impl Pager {
             }
             self.prepare_poison()?;
             let begin_ns = trace::begin();
-            let planned = {
+            let (planned, _in_hand) = {
                 let mut state = self.state.lock();
                 for request in requests {
                     let end = u64::from(request.pages.end) * self.page_bytes();
@@ -506,7 +496,9 @@ impl Pager {
                 self.update_eager(&state);
                 let (turn, reclaim) = (patience.turn, patience.reclaim());
                 let standing = Standing { turn, reclaim, capture };
-                plan::plan(&mut state, &self.device, requests, usable, standing)?
+                let planned = plan::plan(&mut state, &self.device, requests, usable, standing)?;
+                let acts = matches!(planned, Planned::Act(..));
+                (planned, acts.then(|| InHand::new(self, &mut state, Grip::Coming)))
             };
             match planned {
                 Planned::Ready(protected) => {
@@ -529,6 +521,14 @@ impl Pager {
                         }
                     }
                 }
+                Planned::Wait(_)
+                | Planned::Reclaim(_)
+                | Planned::ContextWait
+                | Planned::Refuse(_)
+                    if reaping == Reaping::Frames =>
+                {
+                    reaping = Reaping::All;
+                }
                 Planned::LeaveHost(taken) => drop(self.part_with_hosted(taken)),
                 Planned::Reclaim(frames) => patience.ask_for(frames),
                 Planned::Wait(kind) => patience.pause(kind)?,
@@ -542,6 +542,32 @@ impl Pager {
                 Planned::Refuse(reason) => return Ok(Err(reason)),
             }
         }
+    }
+
+    /// Which frames a request can use, and who writes to them.
+    fn usable_for(
+        &self,
+        requests: &[Request<'_>],
+        stream: Stream,
+        slot: Option<StreamSlot>,
+        capture: CaptureState,
+    ) -> (Usable, Option<Writer>) {
+        let bound = requests.iter().all(|request| request.bar.bound().is_some());
+        let (mode, writer) = match (capture, slot) {
+            (CaptureState::None, Some(_)) => (Mode::Stream, Some(Writer { stream, slot })),
+            _ => (Mode::Cpu, None),
+        };
+        let strict = self.device.options.eviction == Eviction::Strict;
+        let usable = match mode {
+            // On a capturing stream a bound VBAR is filled on the fill stream, which is none of
+            // the capture's; anything else would have to be recorded or waited for.
+            _ if capture == CaptureState::Implicit => Usable::Nothing,
+            _ if capture != CaptureState::None && !bound => Usable::Nothing,
+            _ if strict => Usable::Passed,
+            Mode::Cpu if !bound => Usable::Passed,
+            _ => Usable::Recorded,
+        };
+        (usable, writer)
     }
 
     /// A refusal of the driver caps the budget and is planned around once: what is resident may

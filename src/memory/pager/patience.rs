@@ -12,6 +12,7 @@ use super::{Pager, Reclaim};
 use crate::driver::CaptureState;
 use crate::error::Result;
 use crate::outcome::{Reason, WaitKind};
+use crate::process;
 use crate::sync::fence::StreamSlot;
 use crate::sync::wait::Wait;
 use crate::units::Stream;
@@ -119,7 +120,9 @@ impl<'a> Patience<'a> {
 
 impl Drop for Patience<'_> {
     fn drop(&mut self) {
-        if let Some(turn) = self.turn {
+        if let Some(turn) = self.turn
+            && !process::ending()
+        {
             self.pager.state.lock().queue.retain(|waiting| *waiting != turn);
         }
     }

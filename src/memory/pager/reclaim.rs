@@ -8,6 +8,7 @@
 use std::sync::{Arc, Weak};
 
 use super::Pager;
+use crate::process;
 use crate::sync::Mutex;
 
 /// The second is asked for what the first does not give.
@@ -45,12 +46,16 @@ impl Pager {
     /// Registers who is asked for frames before pages are evicted; the last one registered counts.
     /// It is not kept alive.
     pub fn set_reclaim(&self, reclaim: &Arc<dyn Reclaim>) {
-        *self.reclaim.lock() = Some(Arc::downgrade(reclaim));
+        if !process::ending() {
+            *self.reclaim.lock() = Some(Arc::downgrade(reclaim));
+        }
     }
 
     /// Registers an allocator of the library's own, which is asked beside the program's.
     pub fn set_allocator(&self, allocator: &Arc<dyn Reclaim>) {
-        *self.allocator.lock() = Some(Arc::downgrade(allocator));
+        if !process::ending() {
+            *self.allocator.lock() = Some(Arc::downgrade(allocator));
+        }
     }
 
     /// Who is registered, if it still lives.

@@ -6,13 +6,16 @@
 use std::sync::Arc;
 
 use super::Pager;
+use super::hands::{Grip, InHand};
 use super::plan::{Backing, Blocked, Taken, Usable, Victim, take_pages};
 use super::state::{Destination, Lingering, LingeringFrame, State};
 use crate::counters;
 use crate::error::{ErrorCode, Result};
 use crate::memory::frames::FrameIndex;
+use crate::memory::page_table::PageState;
 use crate::memory::vbar::Bar;
 use crate::outcome::WaitKind;
+use crate::process;
 use crate::sync::context::WithoutEvent;
 use crate::sync::fence::Cover;
 use crate::sync::ticket::Ticket;
@@ -158,7 +161,7 @@ impl Pager {
         let _scope = self.device.enter()?;
         self.reclaim_excess();
         let mut blocked = Blocked::default();
-        let (free, pages, missing) = {
+        let (free, pages, missing, in_hand) = {
             let mut state = self.state.lock();
             // What other threads take from their pages now is held still, and need not go twice.
             let leaving = state.frames.leaving() + state.shrinking_count;
@@ -174,7 +177,9 @@ impl Pager {
             state.shrinking_count += idle.len() as u32;
             let late = in_use.into_iter().map(|taken| linger(taken, Destination::Driver));
             state.lingering.extend(late);
-            (free, idle, missing)
+            let takes = !(free.is_empty() && idle.is_empty());
+            let in_hand = takes.then(|| InHand::new(self, &mut state, Grip::Leaving));
+            (free, idle, missing, in_hand)
         };
         for handle in free {
             self.release_handle(handle);
@@ -182,6 +187,7 @@ impl Pager {
         for (victim, _) in &pages {
             self.part(victim, Some((victim.frame, Destination::Driver)), Counted::Yes);
         }
+        drop(in_hand);
         // What only helps to find faults gives way when the rest cannot.
         let missing = missing.saturating_sub(self.reclaim_last(missing));
         let given_up = if missing > 0 { self.give_up_poison() } else { 0 };
@@ -215,18 +221,26 @@ impl Pager {
         Ok(())
     }
 
-    /// Takes up to `count` pages of any VBAR, lowest rank first, whose users a fence covers.
+    /// Takes up to `count` pages of any VBAR, lowest rank first, whose users a fence covers. Of a
+    /// bound one, which fetches what it lacks wherever it lies, those first that nobody uses any
+    /// more: a program enqueues passes ahead, and its last pages are in use until all of them end.
     fn take_by_rank(&self, state: &mut State, count: u32, blocked: &mut Blocked) -> Taken {
         let mut taken: Taken = Vec::new();
         for rank in &state.order {
-            let missing = count as usize - taken.len();
-            if missing == 0 {
+            let entry = state.bar(rank.bar);
+            let mut take = |usable, blocked: &mut Blocked| {
+                let pages = entry.resident.range(entry.floor..).rev().copied();
+                let missing = count as usize - taken.len();
+                taken.extend(take_pages(&self.device, &entry.bar, pages, missing, usable, blocked));
+            };
+            if entry.bar.bound().is_some() {
+                // What is in the way of these is asked again below.
+                take(Usable::Passed, &mut Blocked::default());
+            }
+            take(Usable::Recorded, blocked);
+            if taken.len() == count as usize {
                 break;
             }
-            let entry = state.bar(rank.bar);
-            let pages = entry.resident.range(entry.floor..).rev().copied();
-            let usable = Usable::Recorded;
-            taken.extend(take_pages(&self.device, &entry.bar, pages, missing, usable, blocked));
         }
         self.note_taken(state, &taken);
         taken
@@ -246,6 +260,10 @@ impl Pager {
     /// frames went to the driver at once.
     pub(super) fn part_or_linger(&self, pages: Taken, destination: Destination) -> u32 {
         let mut released = 0;
+        // The child of a fork that the program made while it waited for their users.
+        if process::ending() {
+            return released;
+        }
         for (victim, users) in pages {
             if users.is_empty() {
                 let frame = Some((victim.frame, destination));
@@ -276,6 +294,7 @@ impl Pager {
         self.free(
             bytes,
             |count| self.take_from_end(bar, first, count),
+            || bar.table.touched().any(|(_, page)| page.word().state == PageState::Claimed),
             |blocked| self.why_nothing(bar, blocked),
         )
     }
@@ -291,6 +310,7 @@ impl Pager {
     }
 
     fn free_any(&self, bytes: u64) -> Result<Freed> {
+        self.device.check()?;
         let trimmed = {
             let count = self.wanted_pages(bytes);
             let held = u64::from(self.state.lock().frames.held()) * self.page_bytes();
@@ -312,7 +332,8 @@ impl Pager {
                 _ => Shortfall::AtFloor,
             },
         };
-        let freed = self.free(bytes - trimmed, take, |blocked| Ok(why_nothing(blocked)))?;
+        let any = || true;
+        let freed = self.free(bytes - trimmed, take, any, |blocked| Ok(why_nothing(blocked)))?;
         Ok(Freed { bytes: freed.bytes + trimmed, ..freed })
     }
 
@@ -320,11 +341,14 @@ impl Pager {
         self.device.options.page_size.pages_for(bytes).min(u64::from(u32::MAX)) as u32
     }
 
-    /// Takes victims, waits for their users and releases their frames, until enough is freed.
+    /// Takes victims, waits for their users and releases their frames, until enough is freed. When
+    /// there are no more it waits once for what other threads have in hand, if that may be what is
+    /// asked for.
     fn free(
         &self,
         bytes: u64,
         take: impl Fn(u32) -> Result<(Taken, Blocked)>,
+        may_be_in_hand: impl Fn() -> bool,
         why_nothing: impl Fn(&Blocked) -> Result<Shortfall>,
     ) -> Result<Freed> {
         self.device.check()?;
@@ -332,7 +356,7 @@ impl Pager {
         let _scope = self.device.enter()?;
         self.reap()?;
         let mut released = 0;
-        let mut context_waited = false;
+        let (mut context_waited, mut hands_waited) = (false, false);
         let shortfall = loop {
             if released >= wanted {
                 break None;
@@ -352,6 +376,17 @@ impl Pager {
                     }
                     context_waited = true;
                     continue;
+                }
+                if !hands_waited && may_be_in_hand() {
+                    hands_waited = true;
+                    match self.wait_for_hands(&[Grip::Coming, Grip::Leaving]) {
+                        Ok(true) => continue,
+                        Ok(false) => {}
+                        Err(error) if error.code() == ErrorCode::TimedOut => {
+                            break Some(Shortfall::TimedOut);
+                        }
+                        Err(error) => return Err(error),
+                    }
                 }
                 break Some(why_nothing(&blocked)?);
             }
@@ -454,19 +489,38 @@ impl Pager {
             }
             self.reap_now()?;
         }
+        let keep = self.kept_pages(keep_bytes);
+        let mut released = self.release_free(keep);
+        // Frames that another thread takes from pages whose time is over come free in a moment.
+        if self.state.lock().frames.held() > keep {
+            match self.wait_for_hands(&[Grip::Leaving]) {
+                Ok(true) => released += self.release_free(keep),
+                Ok(false) => {}
+                Err(error) if error.code() == ErrorCode::TimedOut => log::debug!("trim: {error}"),
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(released * self.page_bytes())
+    }
+
+    /// Releases free frames until at most `keep` are held, as far as there are any. Returns how
+    /// many went.
+    fn release_free(&self, keep: u32) -> u64 {
         let handles = {
             let mut state = self.state.lock();
-            let keep = self.kept_pages(keep_bytes);
             let count = state.frames.held().saturating_sub(keep);
             take_passed_free(&mut state, self, count)
         };
-        let released = handles.into_iter().filter(|handle| self.release_handle(*handle));
-        Ok(released.count() as u64 * self.page_bytes())
+        handles.into_iter().filter(|handle| self.release_handle(*handle)).count() as u64
     }
 
-    /// Frames by the table, and mappings by the words: for tests.
+    /// Frames by the table, and mappings by the words: for tests. In a forked child, and at exit,
+    /// there is nothing to be looked at.
     #[must_use]
     pub fn is_valid(&self) -> bool {
+        if process::ending() {
+            return true;
+        }
         let contradiction = self.state.lock().contradiction();
         if let Some(what) = &contradiction {
             log::error!("the pager's tables contradict themselves: {what}");
@@ -493,13 +547,15 @@ fn linger((victim, users): (Victim, Vec<Ticket>), destination: Destination) -> L
 pub(super) struct Parting<'a> {
     pager: &'a Pager,
     count: u32,
+    _in_hand: Option<InHand<'a>>,
 }
 
 impl<'a> Parting<'a> {
     pub(super) fn new(pager: &'a Pager, state: &mut State, frames: usize) -> Self {
         let count = frames as u32;
         state.parting_count += count;
-        Self { pager, count }
+        let in_hand = (count > 0).then(|| InHand::new(pager, state, Grip::Leaving));
+        Self { pager, count, _in_hand: in_hand }
     }
 }
 

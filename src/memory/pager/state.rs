@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 
 use super::Role;
 use super::claim::Backing;
+use super::hands::Hands;
 use super::poison::Store;
 use crate::copy::fill::Keep;
 use crate::driver::FrameHandle;
@@ -156,6 +157,8 @@ pub(super) struct State {
     /// The same of pages that go because the frames held are more than the budget: these frames go
     /// to the driver.
     pub(super) shrinking_count: u32,
+    /// Claims and frames that threads carry out, or away.
+    pub(super) hands: Hands,
     /// Requests that wait for frames, in the order in which they came.
     pub(super) queue: VecDeque<u64>,
     next_turn: u64,
@@ -182,6 +185,7 @@ impl State {
             ahead_count: 0,
             parting_count: 0,
             shrinking_count: 0,
+            hands: Hands::default(),
             queue: VecDeque::new(),
             next_turn: 0,
             newest: 0,

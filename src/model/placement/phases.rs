@@ -9,16 +9,21 @@
 //! goes. Gaps that repeat are kept or dropped together, and among ones of equal length those pages
 //! stay that the ranking gives up last, so that what streams of a loop is spread over it.
 //!
-//! Frames for streaming are left free at each step, except inside of a phase all of whose pages are
-//! kept: nothing streams there.
+//! Frames for streaming are left free at each step: as many as the parts of the cycle that come
+//! once are best with; where passes repeat, no more than the step in use and the next stream; none
+//! inside of a phase all of whose pages are kept, where nothing streams.
 
 use std::collections::HashMap;
 
 use super::occupancy::Occupancy;
-use super::pipeline::{Flow, flow};
+use super::pipeline::{Flow, Forecast, forecast};
 use super::visits::Visit;
 use super::{Placement, Ranking, TooFewFrames};
 use crate::model::schedule::PageRef;
+
+/// Frames for streaming beside those of two steps where passes repeat: one changes hands. Each more
+/// is a load more in each of the passes.
+const SPARE: i64 = 1;
 
 /// A placement as it is followed: which pages stay, which come and go, and when.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
@@ -32,7 +37,7 @@ pub struct Layout {
     stays: HashMap<PageRef, Vec<Visit>>,
     /// Frames for what comes and goes at once.
     streaming_frames: u32,
-    flow: Option<Flow>,
+    forecast: Option<Forecast>,
 }
 
 /// Gaps of a page that follow each other and are alike.
@@ -68,7 +73,11 @@ impl Layout {
     /// What a steady cycle comes to; `None` where nothing was placed.
     #[must_use]
     pub fn flow(&self) -> Option<Flow> {
-        self.flow
+        self.forecast.map(|forecast| forecast.flow)
+    }
+
+    pub(super) fn forecast(&self) -> Option<Forecast> {
+        self.forecast
     }
 
     /// Whether some pages are kept for a part of the cycle.
@@ -127,7 +136,7 @@ impl Placement<'_> {
             residents: self.residents().to_vec(),
             stays: HashMap::new(),
             streaming_frames: self.streaming_frames,
-            flow: Some(self.flow()),
+            forecast: Some(self.forecast()),
         }
     }
 }
@@ -149,12 +158,27 @@ impl Ranking {
         streaming: u32,
     ) -> Result<Layout, TooFewFrames> {
         let few = TooFewFrames { needed: self.largest_step() };
-        let room = frames.checked_sub(streaming).ok_or(few)?;
-        let mut chooser = Chooser::new(self, room, streaming);
+        if streaming > frames {
+            return Err(few);
+        }
+        let everywhere = vec![i64::from(streaming); self.cycle.steps.len()];
+        let first = self.choose(items, frames, everywhere);
+        // What streams in a phase that is passed through again and again takes its frames from each
+        // of its passes: no more than are of use there.
+        let kept = match first.reserve_where_passes_repeat() {
+            Some(reserve) => self.choose(items, frames, reserve).kept,
+            None => first.kept,
+        };
+        self.laid_out(&kept, frames, streaming).ok_or(few)
+    }
+
+    /// Chooses gaps to keep, with frames left for streaming at each step.
+    fn choose(&self, items: &[Item], frames: u32, reserve: Vec<i64>) -> Chooser<'_> {
+        let mut chooser = Chooser::new(self, frames, reserve);
         for level in items.chunk_by(|a, b| self.level(a) == self.level(b)) {
             self.phases(level).iter().for_each(|phase| chooser.keep_phase(phase));
         }
-        self.laid_out(&chooser.kept, frames, streaming).ok_or(few)
+        chooser
     }
 
     /// Class, larger first, and length of gaps, shorter first.
@@ -254,10 +278,9 @@ impl Ranking {
             }
         }
         loads.sort_unstable();
-        let compute: Vec<u64> = self.cycle.steps.iter().map(|step| step.compute_ns).collect();
         let passing = frames - u32::try_from(residents.len()).ok()?;
-        let flow = flow(&compute, &loads, passing, self.cycle.page_ns)?;
-        Some(Layout { step_count: steps, residents, stays, streaming_frames, flow: Some(flow) })
+        let forecast = Some(forecast(&self.cycle, &loads, passing)?);
+        Some(Layout { step_count: steps, residents, stays, streaming_frames, forecast })
     }
 }
 
@@ -284,9 +307,10 @@ fn joined(visits: &[Visit], kept: &[bool], open: usize, steps: usize) -> Vec<Vis
 /// Gaps that are kept so far, and the frames that they take.
 struct Chooser<'a> {
     ranking: &'a Ranking,
-    streaming: i64,
-    room: i64,
-    /// Frames of pages that are kept, in use or between, over what streaming leaves of them.
+    frames: i64,
+    /// By step: frames that are left for streaming.
+    reserve: Vec<i64>,
+    /// Those, and frames of pages that are kept, in use or between.
     taken: Occupancy,
     /// Pages in use that are kept neither up to there nor from there on.
     loose: Occupancy,
@@ -297,21 +321,44 @@ struct Chooser<'a> {
 }
 
 impl<'a> Chooser<'a> {
-    fn new(ranking: &'a Ranking, room: u32, streaming: u32) -> Self {
+    fn new(ranking: &'a Ranking, frames: u32, reserve: Vec<i64>) -> Self {
         let steps = ranking.cycle.steps.len();
+        let mut taken = Occupancy::new(steps);
+        reserve
+            .iter()
+            .enumerate()
+            .for_each(|(step, reserved)| taken.add(step, step + 1, *reserved));
         let mut loose = Occupancy::new(steps);
         for visit in ranking.visits.iter().flatten() {
             loose.add(visit.first, visit.last + 1, 1);
         }
         Self {
             ranking,
-            streaming: i64::from(streaming),
-            room: i64::from(room),
-            taken: Occupancy::new(steps),
+            frames: i64::from(frames),
+            reserve,
+            taken,
             loose,
             kept: ranking.visits.iter().map(|visits| vec![false; visits.len()]).collect(),
             quiet: vec![false; steps],
         }
+    }
+
+    /// The frames for streaming that are of use at each step: for its own part and that of the next
+    /// where its pages come several times in a cycle. `None` where none can be spared.
+    fn reserve_where_passes_repeat(&self) -> Option<Vec<i64>> {
+        let steps = self.quiet.len();
+        let mut repeats = vec![false; steps];
+        for visits in self.ranking.visits.iter().filter(|visits| visits.len() > 1) {
+            visits.iter().for_each(|visit| repeats[visit.first] = true);
+        }
+        let of_use = |step: usize| {
+            let [own, next] = [step, step + 1].map(|step| self.loose.most(step, step + 1));
+            own + next + SPARE
+        };
+        let least = |step: usize| if repeats[step] { of_use(step) } else { i64::MAX };
+        let reserve = |step: usize| self.reserve[step].min(least(step));
+        let reserve: Vec<i64> = (0..steps).map(reserve).collect();
+        (reserve != self.reserve).then_some(reserve)
     }
 
     /// Keeps the items of a phase that there is room for, the first ones first. Where they are all
@@ -325,14 +372,14 @@ impl<'a> Chooser<'a> {
         if end - first < steps && (done < phase.len() || self.loose.most(first, end) <= 0) {
             let within = (first..end).map(|step| step % steps);
             let loud: Vec<usize> = within.filter(|step| !self.quiet[*step]).collect();
-            loud.iter().for_each(|step| self.taken.add(*step, step + 1, -self.streaming));
+            loud.iter().for_each(|step| self.taken.add(*step, step + 1, -self.reserve[*step]));
             let more = phase[done..].iter().take_while(|item| self.keep_if_room(item)).count();
             if done + more == phase.len() && self.loose.most(first, end) <= 0 {
                 loud.iter().for_each(|step| self.quiet[*step] = true);
                 return;
             }
             phase[done..done + more].iter().rev().for_each(|item| self.keep(item, -1));
-            loud.iter().for_each(|step| self.taken.add(*step, step + 1, self.streaming));
+            loud.iter().for_each(|step| self.taken.add(*step, step + 1, self.reserve[*step]));
         }
         phase[done..].iter().for_each(|item| {
             self.keep_if_room(item);
@@ -350,7 +397,7 @@ impl<'a> Chooser<'a> {
 
     fn has_room(&self, item: &Item) -> bool {
         let mut pieces = self.pieces(item);
-        pieces.all(|(first, end)| self.taken.most(first, end) < self.room)
+        pieces.all(|(first, end)| self.taken.most(first, end) < self.frames)
     }
 
     /// Steps at which an item takes one more frame: its gaps, and the visits at their ends that no

@@ -3,47 +3,57 @@
 //!
 //! More streaming frames let the link run further ahead; fewer leave room for residents, so that
 //! there is less to stream. [`Split`] tries a change for a few passes and keeps it only if the
-//! middle one of them was the better for it. A direction that did not pay is tried again after
-//! twice as many passes, up to 64, so it settles instead of swinging; and what small changes have
-//! made slower together goes back to the best that was measured.
+//! middle one of them was the better for it. Fewer are tried only where the least of them could
+//! save some hundredths of the loads: for less the bad passes of a trial are not worth it. A
+//! direction that did not pay is tried again after twice as many passes, up to 64, so it settles
+//! instead of swinging; and what small changes have made slower together goes back to the best that
+//! was measured.
 
 use super::phases::Layout;
-use super::pipeline::Flow;
 use super::{Placement, Ranking, TooFewFrames};
 
-/// Time on the link counts for one part in this many of time that the program waits.
-const LOAD_COST: u64 = 20;
 /// Pages are kept for parts of a cycle where that saves one part in this many of its cost,
 const COST_GAIN: u64 = 1000;
 /// or one part in this many of its loads.
 const LOADS_GAIN: u64 = 64;
 /// Passes between two trials in a direction that has not paid, at most.
 const PATIENCE_MAX: u32 = 64;
-/// Passes before the first trial: the first ones still put what streams into page-locked memory,
-/// and each trial costs a few passes.
-const PATIENCE_FIRST: u32 = 16;
+/// Passes before the first trial of more frames and of fewer: the first ones still put what streams
+/// into page-locked memory, and each trial costs a few passes. More are tried only where the link
+/// stands still and the GPU waits: that is a choice which was wrong.
+const PATIENCE_FIRST: [u32; 2] = [4, 16];
+/// Fewer frames are tried where the least could save one part in this many of the time on the link.
+const TRIAL_GAIN: u64 = 64;
 /// Passes whose middle one counts.
 const PASSES: usize = 3;
 
 impl Ranking {
     /// The placement for `frames` frames whose split the model of the pipeline finds best: the
-    /// least of the time of a cycle and a twentieth of the time on the link, for copies that gain
-    /// nothing slow down kernels and whoever else wants the link. Goes through all visits a dozen
-    /// times: milliseconds for a loop, tenths of a second for 100,000 visits, so not under a lock.
+    /// least of the time of a cycle and a twentieth of the time on the link, and the same with a
+    /// faster link. Goes through all visits a dozen times: milliseconds for a loop, tenths of a
+    /// second for 100,000 visits, so not under a lock.
     ///
     /// # Errors
     /// One step alone needs more than `frames`.
     pub fn place_best(&self, frames: u32) -> Result<Placement<'_>, TooFewFrames> {
-        let ample = self.place_ample(frames)?;
-        let mut best = None;
-        for size in self.sizes(frames)? {
-            let placement = self.place(frames, size)?;
-            let cost = (cost(placement.flow()), placement.streaming_frames);
-            if best.as_ref().is_none_or(|(least, _)| cost < *least) {
-                best = Some((cost, placement));
+        let mut best: Option<(u64, Placement<'_>)> = None;
+        let mut look = |sizes: &[u32]| {
+            for size in sizes {
+                let placement = self.place(frames, *size)?;
+                let cost = placement.forecast().cost;
+                if best.as_ref().is_none_or(|(least, _)| cost < *least) {
+                    best = Some((cost, placement));
+                }
             }
+            Ok(best.as_ref().map(|(_, placement)| placement.streaming_frames))
+        };
+        if let Some(near) = look(&self.sizes(frames)?)? {
+            look(&[near.saturating_sub(1).max(1), near + 1])?;
         }
-        Ok(best.map_or(ample, |(_, placement)| placement))
+        match best {
+            Some((_, placement)) => Ok(placement),
+            None => self.place_ample(frames),
+        }
     }
 
     /// Streaming frames that are worth a look; none where everything stays.
@@ -71,7 +81,7 @@ impl Ranking {
         if best.streaming_frames() == 0 || !items.iter().any(|item| self.is_part(item)) {
             return Ok(best);
         }
-        let flow_of = |layout: &Layout| layout.flow().map(|flow| (cost(flow), flow.loads));
+        let flow_of = |layout: &Layout| layout.forecast().map(|of| (of.cost, of.flow.loads));
         let Some((mut least, loads)) = flow_of(&best) else { return Ok(best) };
         // What stays throughout is never fetched twice: for less than this it is left so.
         let (little, few) = (least / COST_GAIN, loads / LOADS_GAIN);
@@ -88,11 +98,6 @@ impl Ranking {
         }
         Ok(best)
     }
-}
-
-/// What a cycle costs: its time, and a part of the time on the link.
-fn cost(flow: Flow) -> u64 {
-    flow.cycle_ns + flow.copy_ns / LOAD_COST
 }
 
 /// What one pass, or one cycle, came to.
@@ -126,6 +131,8 @@ pub struct Split {
     frames: u32,
     least: u32,
     most: u32,
+    /// Time of a page on the link.
+    page_ns: u64,
     /// The best that was measured so far, first the model's choice: frames, and the time of a pass
     /// with them once it is known. What is slower than that by half a hundredth goes back to it.
     best: (u32, Option<u64>),
@@ -139,14 +146,15 @@ pub struct Split {
 }
 
 impl Split {
-    /// Begins with `frames` streaming frames, of `least` to `most`.
+    /// Begins with `frames` streaming frames, of `least` to `most`, for a link that takes `page_ns`
+    /// a page.
     #[must_use]
-    pub fn new(frames: u32, least: u32, most: u32) -> Self {
+    pub fn new(frames: u32, least: u32, most: u32, page_ns: u64) -> Self {
         let most = most.max(least);
         let frames = frames.clamp(least, most);
         let (phase, recent) = (Phase::Steady(0), Vec::new());
-        let (best, patience) = ((frames, None), [PATIENCE_FIRST; 2]);
-        Self { frames, least, most, best, phase, settling: true, recent, patience }
+        let (best, patience) = ((frames, None), PATIENCE_FIRST);
+        Self { frames, least, most, page_ns, best, phase, settling: true, recent, patience }
     }
 
     /// Streaming frames to be used now.
@@ -213,7 +221,7 @@ impl Split {
         let tried = directions.find(|direction| {
             let possible = match direction {
                 Direction::More => waits && link_is_idle && self.frames < self.most,
-                Direction::Fewer => self.frames > self.least,
+                Direction::Fewer => self.frames > self.least && self.may_save(pass),
             };
             possible && passes >= self.patience[*direction as usize]
         });
@@ -224,6 +232,13 @@ impl Split {
             Direction::Fewer => (before - (before / 8).max(1)).max(self.least),
         };
         self.change(frames, Phase::Trying { direction, before, before_ns });
+    }
+
+    /// Whether fewer frames could save enough to be worth trials, of which each bad pass may take a
+    /// tenth longer: a frame saves one load.
+    fn may_save(&self, pass: PassMeasured) -> bool {
+        let saved_ns = u64::from(self.frames - self.least).saturating_mul(self.page_ns);
+        saved_ns >= pass.copy_ns / TRIAL_GAIN
     }
 
     fn judge(&mut self, direction: Direction, before: u32, before_ns: u64) {

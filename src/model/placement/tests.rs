@@ -68,6 +68,34 @@ fn a_loop_runs_at_its_bound_at_every_budget() {
     }
 }
 
+/// A plan whose link was timed while files were read, or whose compute while nothing else ran: by a
+/// third off, it streams through frames that keep the link busy all the same, and few more.
+#[test]
+fn the_split_is_right_where_the_times_are_not() {
+    for tenths in [1, 2, 3, 5, 8, 10, 15] {
+        let ranking = Ranking::new(loop_of(tenths));
+        let timed = {
+            let mut slower = ranking.clone();
+            slower.set_page_ns(C * 4 / 3);
+            slower
+        };
+        for percent in [10, 25, 50, 75] {
+            let frames = ranking.page_count() * percent / 100;
+            let chosen = timed.place_best(frames).unwrap().streaming_frames();
+            let flow = ranking.place(frames, chosen).unwrap().flow();
+            let bound = bound(ranking.cycle(), flow.loads);
+            let name = (tenths, percent, chosen, flow);
+            assert!(flow.cycle_ns * 1000 <= bound * 1005, "{name:?} over {bound}");
+            // Over the best of all splits with the times as they are.
+            let splits = (1..=64).map(|size| ranking.place(frames, size).unwrap().flow().cycle_ns);
+            let best = splits.min().unwrap();
+            assert!(flow.cycle_ns * 1000 <= best * 1008, "{name:?} of {best}");
+            let right = ranking.place_best(frames).unwrap().flow();
+            assert!(right.cycle_ns * 1000 <= best * 1008, "{name:?}: {right:?} of {best}");
+        }
+    }
+}
+
 #[test]
 fn everything_stays_where_it_fits() {
     let ranking = Ranking::new(loop_of(10));
@@ -208,7 +236,8 @@ fn small_loops_are_near_the_best_of_all_placements() {
             (worst, sum, count) = (worst.max(ratio), sum + ratio, count + 1);
         }
     }
-    assert!(worst <= 1.21 && sum / f64::from(count) <= 1.01, "worst {worst}, sum {sum} of {count}");
+    // The split is made for a faster link too: that costs where there are a handful of frames.
+    assert!(worst <= 1.23 && sum / f64::from(count) <= 1.01, "worst {worst}, sum {sum} of {count}");
 }
 
 #[test]
@@ -238,15 +267,17 @@ fn the_split_settles_at_the_fastest() {
         let best = ranking.place_best(frames).unwrap().flow();
         let least = ranking.place(frames, 1).unwrap().streaming_frames();
         for start in [least, 100] {
-            let mut split = Split::new(start, least, frames);
-            let mut changes = Vec::new();
-            for pass in 0..400 {
+            let mut split = Split::new(start, least, frames, ranking.cycle().page_ns);
+            let (mut changes, mut pass) = (Vec::new(), 0);
+            // What is on trial at the end has not been chosen.
+            while pass < 400 || split.is_trying() {
                 let flow = ranking.place(frames, split.frames()).unwrap().flow();
                 let before = split.frames();
                 let (pass_ns, wait_ns, copy_ns) = (flow.cycle_ns, flow.wait_ns, flow.copy_ns);
                 if split.observe(PassMeasured { pass_ns, wait_ns, copy_ns }) != before {
                     changes.push(pass);
                 }
+                pass += 1;
             }
             let flow = ranking.place(frames, split.frames()).unwrap().flow();
             let ratio = flow.cycle_ns as f64 / best.cycle_ns as f64;
@@ -255,7 +286,7 @@ fn the_split_settles_at_the_fastest() {
             assert!(late <= 16, "{tenths} {percent} from {start}: {changes:?}");
         }
     }
-    assert_eq!(Split::new(50, 2, 20).frames(), 20);
+    assert_eq!(Split::new(50, 2, 20, 1).frames(), 20);
 }
 
 /// Passes that take up to 2 % more or less than they should: luck moves the split, and what that
@@ -269,7 +300,7 @@ fn noise_does_not_lead_the_split_away_from_the_models_choice() {
         let flow_of = |streaming| ranking.place(frames, streaming).unwrap().flow();
         let chosen = ranking.place_best(frames).unwrap().streaming_frames();
         let least = ranking.place(frames, 1).unwrap().streaming_frames();
-        let mut split = Split::new(chosen, least, frames.min(chosen * 4));
+        let mut split = Split::new(chosen, least, frames.min(chosen * 4), ranking.cycle().page_ns);
         let mut number = seed as u64;
         let (mut sum, mut changes) = (0, Vec::new());
         for pass in 0..1000u64 {
@@ -292,7 +323,7 @@ fn noise_does_not_lead_the_split_away_from_the_models_choice() {
 
 #[test]
 fn a_trial_that_does_not_pay_ends_after_two_bad_passes_and_comes_back_rarely() {
-    let mut split = Split::new(40, 10, 100);
+    let mut split = Split::new(40, 10, 100, 1);
     let mut slow = 0;
     for _ in 0..1000 {
         // Slower with any other number of frames than 40.
@@ -302,6 +333,17 @@ fn a_trial_that_does_not_pay_ends_after_two_bad_passes_and_comes_back_rarely() {
     }
     // In each direction after 2, 4, ... 64 passes and then each 64, of three passes.
     assert!(slow <= 3 * 2 * (6 + 1000 / 67), "{slow}");
+}
+
+#[test]
+fn a_few_frames_less_of_thousands_of_loads_are_not_worth_a_trial() {
+    // The least is 30 frames less, which are 30 ns less on the link.
+    for (copy_ns, is_tried) in [(1900, true), (2000, false)] {
+        let mut split = Split::new(40, 10, 100, 1);
+        let pass = PassMeasured { pass_ns: 3000, wait_ns: 0, copy_ns };
+        let fewest = (0..200).map(|_| split.observe(pass)).min().unwrap();
+        assert_eq!(fewest < 40, is_tried, "{copy_ns} {fewest}");
+    }
 }
 
 #[test]

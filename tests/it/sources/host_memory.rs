@@ -136,6 +136,36 @@ fn scenario_41_only_what_streams_is_kept() {
 }
 
 #[test]
+fn scenario_41_what_has_become_resident_leaves_a_few_windows_a_pass_while_others_stream() {
+    let rig = Rig::new(8, threaded(), Reader::Descriptor);
+    rig.fill(0..8, Keep::Locked);
+    assert_eq!(rig.cache_bytes(), 8 * UNIT);
+    rig.filler().forget(0, 0..5);
+    let pass = |before: u64| {
+        rig.fill(5..8, Keep::Locked);
+        rig.filler().note_pass_end();
+        rig.filler().housekeep().unwrap();
+        let gone = before - rig.cache_bytes() / UNIT;
+        assert!(gone <= 2, "{gone} windows in one pass");
+        before - gone
+    };
+    let mut held = 8;
+    for _ in 0..1000 {
+        held = pass(held);
+        if held == 3 {
+            break;
+        }
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    assert_eq!(held, 3, "those that stream");
+    let read = || rig.sources().page_cache_bytes + rig.sources().disk_bytes;
+    let before = read();
+    assert_eq!(pass(held), 3);
+    assert_eq!(read(), before, "they are not read again");
+    rig.check_shut();
+}
+
+#[test]
 fn scenario_51_memory_comes_back_after_every_cycle() {
     let rig = Rig::new(16, allowed(20), Reader::Descriptor);
     let mut after = Vec::new();

@@ -18,15 +18,15 @@ use super::{LONG, SHORT, cancelling};
 use crate::world::{P, ROOMY, World, budget_options, pattern_sum};
 
 /// A model whose fill stream is held, with one slot between file and device.
-struct Held {
-    world: World,
+pub(super) struct Held {
+    pub(super) world: World,
     bar: ModelBar,
     fill: Stream,
     _folder: TempDir,
 }
 
 impl Held {
-    fn new() -> Self {
+    pub(super) fn new() -> Self {
         let folder = TempDir::new().unwrap();
         let path = folder.path().join("model.safetensors");
         synthesize(&path, 16 * P, 3).unwrap();
@@ -45,7 +45,7 @@ impl Held {
         Self { world, bar, fill, _folder: folder }
     }
 
-    fn fault(&self, tensor: usize) -> Result<()> {
+    pub(super) fn fault(&self, tensor: usize) -> Result<()> {
         match self.bar.fault(tensor, self.world.stream)? {
             Fault::Resident(guard) | Fault::HostMapped(guard) => drop(guard),
             Fault::Offloaded(reason) => panic!("offloaded: {reason}"),
@@ -54,7 +54,7 @@ impl Held {
     }
 
     /// Tensors of pages that no other tensor in the list touches.
-    fn apart(&self) -> Vec<usize> {
+    pub(super) fn apart(&self) -> Vec<usize> {
         let (mut apart, mut end) = (Vec::new(), 0);
         for tensor in 0..self.bar.model().tensors().len() {
             let place = self.bar.range(tensor);
@@ -67,7 +67,7 @@ impl Held {
     }
 
     /// Lets the fills go on: every tensor comes, with its own bytes, and nothing is left.
-    fn check_goes_on(self) {
+    pub(super) fn check_goes_on(self) {
         let Self { world, bar, fill, .. } = self;
         world.sim.release_stream(fill).unwrap();
         world.runtime.set_wait_timeout(LONG);
