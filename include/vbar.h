@@ -2433,8 +2433,8 @@ void *vbar_torch_malloc(size_t size, int32_t device, VbarStream stream);
 /*
  Gives a tensor's memory back: `free_fn` of `CUDAPluggableAllocator`. Work that was enqueued on
  the stream that it was allocated for may still use it. Only the address is looked at, and
- `device` for the one that counts an address that is nobody's. Does nothing for NULL, in the child
- of a fork and while the process ends. Never throws. Thread-safe.
+ `device` for the one that counts an address that is nobody's. Does nothing for NULL, in the
+ child of a fork and while the process ends. Never throws. Thread-safe.
  */
 void vbar_torch_free(void *pointer, size_t size, int32_t device, VbarStream stream);
 
@@ -2446,8 +2446,8 @@ void vbar_torch_init(int32_t device_count);
 
 /*
  `reset_fn` of `CUDAPluggableAllocator`, behind `torch.cuda.empty_cache`: gives cached memory of
- all devices back to the driver, waiting for the work that used it, and delivers messages of calls
- of PyTorch's. Throws `RuntimeError`. Thread-safe.
+ all devices back to the driver, waiting for the work that used it, and delivers messages of
+ calls of PyTorch's. Throws `RuntimeError`. Thread-safe.
  */
 void vbar_torch_reset(void);
 
@@ -2503,8 +2503,8 @@ void vbar_torch_release_pool(int32_t device, struct VbarTorchPool pool);
 void *vbar_torch_segment_malloc(size_t size, int32_t device, VbarStream stream);
 
 /*
- Gives such memory back: `free_fn` of that allocator. The pages go when the work that was enqueued
- on the device before is done. As `vbar_torch_free` otherwise. Thread-safe.
+ Gives such memory back: `free_fn` of that allocator. The pages go when the work that was
+ enqueued on the device before is done. As `vbar_torch_free` otherwise. Thread-safe.
  */
 void vbar_torch_segment_free(void *pointer, size_t size, int32_t device, VbarStream stream);
 
