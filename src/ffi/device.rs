@@ -262,6 +262,8 @@ pub(super) struct Opening {
     pub(super) ordinal: DeviceOrdinal,
     pub(super) options: RuntimeOptions,
     pub(super) wait_timeout: Option<Duration>,
+    /// Whether a device that is open keeps the page size that it has.
+    pub(super) any_pages: bool,
 }
 
 impl Opening {
@@ -272,26 +274,23 @@ impl Opening {
             ordinal: DeviceOrdinal(options.ordinal),
             options: runtime_options(options)?,
             wait_timeout: (timeout != 0).then(|| Duration::from_millis(timeout)),
+            any_pages: false,
         })
     }
 
-    pub(super) fn open(self) -> Result<DeviceEntry> {
+    pub(super) fn open(mut self) -> Result<DeviceEntry> {
         let (opened, device) = self.driver()?;
+        if self.any_pages
+            && let Ok(open) = Runtime::opened(&opened.driver, device)
+        {
+            self.options.page_size = open.page_size();
+        }
         let runtime = Runtime::open(opened.driver, device, self.options)?;
         if let Some(timeout) = self.wait_timeout {
             // Where the device was open already, too.
             runtime.set_wait_timeout(timeout);
         }
         Ok(DeviceEntry { runtime, sim: opened.sim, how: opened.how })
-    }
-
-    /// As [`Opening::open`], but a device that is open stays as it is.
-    pub(super) fn open_or_share(self) -> Result<DeviceEntry> {
-        let (opened, device) = self.driver()?;
-        match Runtime::opened(&opened.driver, device) {
-            Ok(runtime) => Ok(DeviceEntry { runtime, sim: opened.sim, how: opened.how }),
-            Err(_) => self.open(),
-        }
     }
 
     fn driver(&self) -> Result<(Opened, DeviceOrdinal)> {

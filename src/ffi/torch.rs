@@ -397,16 +397,20 @@ pub extern "C" fn vbar_torch_segment_free(
 }
 
 /// Says how devices are opened that PyTorch allocates on from now on, and changes what can be
-/// changed of those that it allocates on already. Zeros are the defaults; a context or an ordinal
-/// may not be given. Not needed: what a device is opened with on first use is what
-/// `vbar_device_open` with no driver named would, or as it is when the program has it open; waits
-/// for the whole context are off. Statuses: those of `vbar_device_open`. Thread-safe.
+/// changed of those that it allocates on already. Zeros are the defaults, but that a device which
+/// is open keeps its page size; a context or an ordinal may not be given. Not needed: what a device
+/// is opened with on first use is what `vbar_device_open` with no driver named would, with no waits
+/// for the whole context. Statuses: those of `vbar_device_open`. Thread-safe.
 ///
 /// # Safety
 /// `options` is NULL or points to as many bytes as its size field says.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn vbar_torch_configure(options: *const VbarDeviceOptions) -> VbarStatus {
-    call(|| table::configure(Opening::read(&read_growing(options)?)?))
+    call(|| {
+        let options = read_growing(options)?;
+        let opening = Opening::read(&options)?;
+        table::configure(Opening { any_pages: options.page_bytes == 0, ..opening })
+    })
 }
 
 /// An id of the device that PyTorch allocates on, by PyTorch's number, opening it as the first

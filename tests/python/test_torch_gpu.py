@@ -49,7 +49,7 @@ START = """
 """
 
 INSTALLED = textwrap.dedent(START) + textwrap.dedent("""
-    vbar.torch.install(headroom="1G", page_size="2M")
+    vbar.torch.install(headroom="1G")
 """)
 
 
@@ -456,15 +456,11 @@ class Ends(Case):
             with torch.cuda.graph(cycle.graph):
                 cycle.result = cycle.tensor + 1
             torch.cuda._sleep(LONG)
-            def work():
-                while True:
-                    bytes_of(1000)
-            threading.Thread(target=work, daemon=True).start()
         """)
 
     def test_7_with_a_pool_alive(self):
         self.check("""
-            pool = vbar.torch.mem_pool(headroom="1G", page_size="2M")
+            pool = vbar.torch.mem_pool(headroom="1G")
             with torch.cuda.use_mem_pool(pool):
                 torch.kept = bytes_of(30 * MIB)
                 gone = bytes_of(MIB)
@@ -618,7 +614,7 @@ class Statistics(Case):
 class Pools(Case):
     def test_12_scenario_26_what_a_pool_gives_back(self):
         printed = self.check("""
-            options = dict(headroom="1G", page_size="2M")
+            options = dict(headroom="1G")
             pool = vbar.torch.mem_pool(**options)
             def segments(): return sum(s["total_size"] for s in pool.snapshot())
             with torch.cuda.use_mem_pool(pool):
@@ -649,7 +645,7 @@ class Pools(Case):
 
     def test_12_out_of_memory_in_a_pool_is_pytorchs(self):
         self.check("""
-            pool = vbar.torch.mem_pool(headroom="1G", page_size="2M")
+            pool = vbar.torch.mem_pool(headroom="1G")
             total = torch.cuda.get_device_properties(0).total_memory
             with torch.cuda.use_mem_pool(pool):
                 for turn in range(3):
@@ -662,7 +658,7 @@ class Pools(Case):
     def test_12_a_tensor_outlives_its_pool(self):
         self.check("""
             for turn in range(5):
-                pool = vbar.torch.mem_pool(headroom="1G", page_size="2M")
+                pool = vbar.torch.mem_pool(headroom="1G")
                 with torch.cuda.use_mem_pool(pool):
                     tensor = bytes_of(40 * MIB, turn)
                 del pool

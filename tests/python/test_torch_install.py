@@ -137,7 +137,8 @@ class Install(Case):
             vbar.torch.install(budget="48M", **OPTIONS)
             with vbar.torch.device() as device:
                 assert device.budget == 48 * MIB
-            refused(vbar.AlreadyOpen, "2097152", vbar.torch.install, driver=OPTIONS["driver"])
+            refused(vbar.AlreadyOpen, "2097152", vbar.torch.install, driver=OPTIONS["driver"],
+                    page_size="4M")
             assert torch.cuda.memory_allocated() == MIB
         """)
 
@@ -239,6 +240,15 @@ class Install(Case):
             refused(TypeError, "context", vbar.torch.install, context=1)
             assert torch._C._current is None
             vbar.torch.install(**OPTIONS)
+        """, start=START)
+
+    def test_a_device_that_is_open_is_shared_with_its_pages(self):
+        self.check("""
+            with vbar.Device(**OPTIONS) as device:
+                vbar.torch.install(driver=OPTIONS["driver"], budget="40M")
+                tensor = torch.empty(8 * MIB, device="cuda")
+                assert device.budget == 40 * MIB and device.page_size == 2 * MIB
+                assert device.statistics().used_bytes >= 8 * MIB
         """, start=START)
 
     def test_its_device_shares_weights_and_budget(self):

@@ -57,9 +57,9 @@ def configure(
 ) -> None:
     """Say how devices are opened that PyTorch allocates on, each when it is first used.
 
-    Options are those of :class:`vbar.Device`, ``budget`` that of weights and tensors together. What
-    is open already is changed as far as it can be. :func:`install` and :func:`mem_pool` take the
-    same ones.
+    Options are those of :class:`vbar.Device`, ``budget`` that of weights and tensors together. A
+    device that the program has open is shared, and what is given is changed of it as far as it can
+    be; its page size stays. :func:`install` and :func:`mem_pool` take the same ones.
 
     Raises:
         AlreadyOpen: a device is open with another page size.

@@ -89,7 +89,7 @@ fn open(ordinal: i32) -> Result<&'static TorchDevice> {
     let ordinal = DeviceOrdinal(ordinal.unsigned_abs());
     let entry = match configured.clone() {
         Some(opening) => of_ordinal(opening, ordinal).open()?,
-        None => of_ordinal(unasked()?, ordinal).open_or_share()?,
+        None => of_ordinal(unasked()?, ordinal).open()?,
     };
     if entry.runtime.device().ordinal != ordinal {
         let text = format!("PyTorch's device {ordinal} is another one: name the driver alone");
@@ -106,10 +106,12 @@ fn unasked() -> Result<Opening> {
     let selection = select::from_environment().unwrap_or(Ok(Selection::Cuda(DeviceOrdinal(0))))?;
     // PyTorch captures graphs, which a wait for the whole context would break.
     let options = RuntimeOptions { context_waits: ContextWaits::Never, ..Default::default() };
-    Ok(Opening { selection, ordinal: DeviceOrdinal(0), options, wait_timeout: None })
+    let ordinal = DeviceOrdinal(0);
+    Ok(Opening { selection, ordinal, options, wait_timeout: None, any_pages: true })
 }
 
-/// The same for another device: a driver that is named with an index counts from there.
+/// The same for another device, by PyTorch's number, which is the driver's: an index in a driver's
+/// name says nothing.
 fn of_ordinal(opening: Opening, ordinal: DeviceOrdinal) -> Opening {
     let selection = match opening.selection {
         Selection::Cuda(_) => Selection::Cuda(ordinal),
