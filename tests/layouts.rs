@@ -94,6 +94,8 @@ signatures! {
     cuMemMap = cuMemMap(_, _, _, _, _);
     cuMemSetAccess = cuMemSetAccess(_, _, _, _);
     cuMemUnmap = cuMemUnmap(_, _);
+    cuMemAlloc = cuMemAlloc_v2(_, _);
+    cuMemFree = cuMemFree_v2(_);
     cuMemHostAlloc = cuMemHostAlloc(_, _, _);
     cuMemFreeHost = cuMemFreeHost(_);
     cuMemHostRegister = cuMemHostRegister_v2(_, _, _);

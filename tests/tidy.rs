@@ -90,6 +90,7 @@ const UNSAFE: &[&str] = &[
     "src/driver/cuda/mod.rs",
     "src/driver/cuda/graph.rs",
     "src/driver/cuda/kernels.rs",
+    "src/driver/cuda/linear.rs",
     "src/driver/cuda/pointer.rs",
     "src/driver/sim/device.rs",
     "src/driver/sim/door.rs",

@@ -378,6 +378,7 @@ impl Runtime {
     /// # Errors
     /// As [`Allocator::new`].
     pub fn torch_allocator(&self) -> Result<Arc<Allocator>> {
+        process::check()?;
         let mut made = self.inner.torch.lock();
         if let Some(allocator) = &*made {
             return Ok(Arc::clone(allocator));

@@ -26,12 +26,14 @@ impl Allocator {
     /// block is ignored.
     pub fn record_stream(&self, address: u64, stream: Stream) {
         let device = &self.pager.device;
+        if device.check().is_err() || self.closed.load(Relaxed) || stream.is_none() {
+            return;
+        }
+        if let Some(direct) = &self.direct {
+            return self.record_directly(direct, address, stream);
+        }
         let offset = address.wrapping_sub(self.base);
-        if device.check().is_err()
-            || self.closed.load(Relaxed)
-            || offset >= self.arena.space.bytes
-            || stream.is_none()
-        {
+        if offset >= self.arena.space.bytes {
             return;
         }
         let slot = device.enter_context().and_then(|_context| device.inspect(stream));
@@ -102,11 +104,12 @@ impl Allocator {
         }
     }
 
-    /// Whether a stream is being captured, where one may be.
+    /// Whether a stream is being captured, where one may be. What is known of it is up to date
+    /// then.
     fn is_captured(&self, stream: Stream) -> bool {
         let device = &self.pager.device;
-        let state = device.enter_context().and_then(|_context| device.capture_state(stream));
-        state.is_ok_and(|state| state != CaptureState::None)
+        let seen = device.enter_context().and_then(|_context| device.inspect(stream));
+        seen.is_ok_and(|(capture, _)| capture != CaptureState::None)
     }
 
     /// Records a fence behind the uses of a stream, or notes that it is being captured.
@@ -164,9 +167,10 @@ impl Allocator {
         }
         let device = &self.pager.device;
         let Ok(_scope) = device.enter() else { return };
-        let tickets = self.core.lock().pending.tickets();
-        for ticket in tickets {
-            if let Err(error) = device.fences.cover(ticket) {
+        let spans = self.core.lock().pending.spans();
+        for span in spans {
+            // One question tells what has passed of a stream's.
+            if let Err(error) = device.fences.cover(span.oldest) {
                 log::debug!("asking a stream's events: {}", device.note(error));
             }
         }

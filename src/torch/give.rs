@@ -187,7 +187,7 @@ impl Core {
     }
 
     #[inline(always)]
-    fn count_free(&mut self, kind: Kind, bytes: u64, requested: u64) {
+    pub(super) fn count_free(&mut self, kind: Kind, bytes: u64, requested: u64) {
         let statistics = &mut self.statistics;
         statistics.free_count += 1;
         statistics.allocation.sub(kind, 1);

@@ -12,6 +12,7 @@
 //!
 //! ```text
 //! mod serve free reclaim pools segment report     calls: locks, fences, faults, waits
+//! direct                                          the same without an arena
 //! heap give grow sweep pending pages              under the lock: blocks, pages
 //! extents slabs reserve                           pure: pieces, slots, a peak
 //! oom statistics                                  values
@@ -21,6 +22,7 @@
 //! is known to be over. That is known from records of events: a free stamps its block and makes no
 //! driver call, and a later request on the same stream records, at most once in 50 us.
 
+mod direct;
 mod extents;
 mod free;
 mod give;
@@ -41,6 +43,7 @@ mod sweep;
 
 use std::sync::Arc;
 
+use crate::driver::DeviceAttribute;
 use crate::error::{Error, ErrorCode, Result};
 use crate::memory::pager::{Pager, Reclaim};
 use crate::memory::vbar::Bar;
@@ -54,6 +57,7 @@ pub use statistics::{
     AllocatorStatistics, Block, BlockState, Kind, PoolId, PoolStat, Segment, Stat,
 };
 
+use direct::Direct;
 use give::Given;
 use heap::{Core, ORDINARY};
 use pools::OpenPools;
@@ -82,6 +86,13 @@ const ARENA_MIN: u64 = TIB;
 /// are what keeps fragments from stranding memory.
 const ARENA_DEVICES: u64 = 8;
 
+/// Whether the device maps memory at all.
+fn has_mappings(pager: &Pager) -> bool {
+    let attribute = DeviceAttribute::VirtualMemoryManagementSupported;
+    let device = &pager.device;
+    device.driver.device_get_attribute(device.ordinal, attribute).is_ok_and(|has| has != 0)
+}
+
 /// See the module's text.
 pub struct Allocator {
     pager: Arc<Pager>,
@@ -89,6 +100,9 @@ pub struct Allocator {
     base: u64,
     capacity_bytes: u64,
     core: Mutex<Core>,
+    /// Without virtual memory management: then the arena is a stand-in, and nothing is in `core`
+    /// but counts and pools.
+    direct: Option<Direct>,
     /// The default stream's id, 0 before it is known.
     legacy: AtomicU64,
     /// Blocks that were freed and wait.
@@ -111,14 +125,19 @@ impl Allocator {
         let device = &pager.device;
         let capacity_bytes = device.driver.device_total_mem(device.ordinal)?;
         let wanted = capacity_bytes.saturating_mul(ARENA_DEVICES).max(ARENA_MIN);
-        let Some(arena) = pager.create_arena(wanted)? else {
-            let text = format!("no addresses for what PyTorch allocates ({wanted} bytes)");
-            return Err(Error::new(ErrorCode::NoAddresses, text));
+        let (arena, direct) = match pager.create_arena(wanted)? {
+            Some(arena) => (arena, None),
+            None if has_mappings(&pager) => {
+                let text = format!("no addresses for what PyTorch allocates ({wanted} bytes)");
+                return Err(Error::new(ErrorCode::NoAddresses, text));
+            }
+            None => (pager.create_bar(wanted, false)?, Some(Direct::default())),
         };
         let page_bytes = arena.page_size.bytes();
         let allocator = Arc::new(Self {
-            base: arena.space.base.0,
+            base: if direct.is_some() { 0 } else { arena.space.base.0 },
             core: Mutex::new(Core::new(page_bytes, arena.table.page_count())),
+            direct,
             pager,
             arena,
             capacity_bytes,
@@ -129,8 +148,10 @@ impl Allocator {
             fraction: AtomicU64::new(1.0f64.to_bits()),
             closed: AtomicBool::new(false),
         });
-        let holder: Arc<dyn Reclaim> = Arc::clone(&allocator) as _;
-        allocator.pager.set_allocator(&holder);
+        if allocator.direct.is_none() {
+            let holder: Arc<dyn Reclaim> = Arc::clone(&allocator) as _;
+            allocator.pager.set_allocator(&holder);
+        }
         Ok(allocator)
     }
 
@@ -144,7 +165,7 @@ impl Allocator {
             return Ok(0);
         }
         match self.malloc_quickly(bytes as u64, stream) {
-            Some(offset) => Ok(self.base + offset),
+            Some(offset) => Ok(self.address_of(offset)),
             None => self.malloc_slowly(bytes as u64, stream),
         }
     }
@@ -156,10 +177,12 @@ impl Allocator {
         let is_plain = device.check().is_ok()
             && !self.closed.load(Relaxed)
             && requested <= self.arena.space.bytes
-            && self.waiting.load(Relaxed) == 0
             && !self.open.any();
         if !is_plain {
             return None;
+        }
+        if self.waiting.load(Relaxed) > 0 {
+            self.poll_pending();
         }
         let fences = &device.fences;
         let id = match stream {
@@ -208,6 +231,9 @@ impl Allocator {
         if process::ending() || self.closed.load(Relaxed) {
             return Freed::Ending;
         }
+        if let Some(direct) = &self.direct {
+            return self.free_directly(direct, address);
+        }
         let offset = address.wrapping_sub(self.base);
         if offset >= self.arena.space.bytes {
             return self.count_unknown(address);
@@ -229,6 +255,12 @@ impl Allocator {
         self.core.lock().statistics.unknown_free += 1;
         log::debug!("free of {address:#x}, where no live block starts");
         Freed::Unknown
+    }
+
+    /// An address in the arena; `base` is 0 where each address is the driver's own.
+    #[inline(always)]
+    fn address_of(&self, offset: u64) -> u64 {
+        self.base + offset
     }
 
     /// Nothing is served and nothing is done from now on: the device is about to be closed.

@@ -4,6 +4,7 @@
 //! Values under the allocator's lock. Who asks for the fences does it elsewhere, with no lock held.
 
 use super::heap::{ByOffset, Sort};
+use super::sweep::Span;
 use crate::sync::fence::StreamSlot;
 use crate::sync::ticket::Ticket;
 use crate::units::Stream;
@@ -80,17 +81,12 @@ impl Pending {
         moved.for_each(|waiting| waiting.heap = into);
     }
 
-    /// Every ticket that some block waits for, once.
-    pub(super) fn tickets(&self) -> Vec<Ticket> {
-        let mut tickets: Vec<Ticket> = Vec::new();
-        for waiting in self.blocks.values() {
-            for ticket in &waiting.tickets {
-                if !tickets.contains(ticket) {
-                    tickets.push(*ticket);
-                }
-            }
-        }
-        tickets
+    /// What the blocks wait for, a span a stream.
+    pub(super) fn spans(&self) -> Vec<Span> {
+        let mut spans = Vec::new();
+        let tickets = self.blocks.values().flat_map(|waiting| &waiting.tickets);
+        tickets.for_each(|ticket| Span::widen(&mut spans, *ticket));
+        spans
     }
 
     /// Takes the blocks that wait for nothing more.

@@ -72,8 +72,16 @@ impl Allocator {
         });
         let Some(ended) = ended else { return };
         self.look_at_streams(ended.index);
-        if !self.open.any() {
-            self.end_captured();
+        if self.open.any() {
+            return;
+        }
+        match &self.direct {
+            Some(direct) => {
+                if let Err(error) = self.release_leaving(direct) {
+                    log::warn!("what was freed during a capture: {error}");
+                }
+            }
+            None => self.end_captured(),
         }
     }
 
@@ -83,7 +91,9 @@ impl Allocator {
         let streams: Vec<Stream> = {
             let core = self.core.lock();
             let heaps = core.pools[pool as usize].iter().flat_map(|pool| &pool.heaps);
-            heaps.map(|(_, heap)| core.heap(*heap).stream).collect()
+            let streams = heaps.map(|(_, heap)| core.heap(*heap).stream);
+            // The default stream counts as captured while others are.
+            streams.chain(std::iter::once(Stream::DEFAULT)).collect()
         };
         let device = &self.pager.device;
         let Ok(_scope) = device.enter() else { return };
@@ -104,10 +114,15 @@ impl Allocator {
         let Some(index) = core.known_pool(id) else { return };
         let pool = core.pool_mut(index);
         pool.uses = pool.uses.saturating_sub(1);
-        if pool.uses == 0 {
-            let after = fences.unrecorded_stamp();
-            core.retire_pool(index, after);
+        if pool.uses > 0 {
+            return;
         }
+        let Some(direct) = &self.direct else {
+            return core.retire_pool(index, fences.unrecorded_stamp());
+        };
+        core.pools[index as usize] = None;
+        drop(core);
+        self.release_pool_directly(direct, index);
     }
 
     /// The pool that a request for work on a stream comes from.

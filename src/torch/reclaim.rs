@@ -83,6 +83,9 @@ impl Allocator {
         if self.closed.load(Relaxed) {
             return Ok(());
         }
+        if let Some(direct) = &self.direct {
+            return self.release_cached(direct);
+        }
         let _scope = device.enter()?;
         self.poll_pending();
         settle_for(self.try_release(u64::MAX, Which::Recorded, GiveTo::Driver))?;

@@ -43,6 +43,9 @@ impl Allocator {
     /// First address and bytes of the live block that an address lies in.
     #[must_use]
     pub fn base_of(&self, address: u64) -> Option<(u64, u64)> {
+        if let Some(direct) = &self.direct {
+            return direct.block_at(address);
+        }
         let offset = address.checked_sub(self.base)?;
         let core = self.look()?;
         let (start, bytes) = core.block_at(offset)?;
@@ -53,6 +56,10 @@ impl Allocator {
     #[must_use]
     pub fn snapshot(&self) -> Vec<Segment> {
         let Some(core) = self.look() else { return Vec::new() };
+        if let Some(direct) = &self.direct {
+            drop(core);
+            return direct.segments();
+        }
         let mut segments = core.segments();
         drop(core);
         for segment in &mut segments {

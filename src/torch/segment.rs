@@ -18,6 +18,9 @@ impl Allocator {
         if bytes == 0 {
             return None;
         }
+        if self.direct.is_some() {
+            return self.malloc(bytes, stream).ok();
+        }
         let served = self.ask(bytes as u64, stream, Sort::Segment).and_then(|ask| match ask {
             Some(ask) => self.serve(&ask),
             None => Ok(None),
@@ -39,6 +42,10 @@ impl Allocator {
         }
         if process::ending() || self.closed.load(Relaxed) {
             return Freed::Ending;
+        }
+        if let Some(direct) = &self.direct {
+            self.record_directly(direct, address, Stream::NONE);
+            return self.free_directly(direct, address);
         }
         let offset = address.wrapping_sub(self.base);
         let bytes = {

@@ -7,7 +7,7 @@
 
 use super::grow::Growth;
 use super::heap::Sort;
-use super::sweep::{Span, Which};
+use super::sweep::Which;
 use super::{Allocator, OutOfMemory};
 use crate::driver::CaptureState;
 use crate::error::{Error, ErrorCode, Result};
@@ -55,11 +55,14 @@ impl Allocator {
         stream: Stream,
     ) -> std::result::Result<u64, OutOfMemory> {
         let served = self.ask(requested, stream, Sort::Large).and_then(|ask| match ask {
-            Some(ask) => self.serve(&ask),
+            Some(ask) => match &self.direct {
+                Some(direct) => self.serve_directly(direct, &ask),
+                None => self.serve(&ask),
+            },
             None => Ok(None),
         });
         match served {
-            Ok(Some(offset)) => Ok(self.base + offset),
+            Ok(Some(offset)) => Ok(self.address_of(offset)),
             Ok(None) => Err(self.out_of_memory(requested, None)),
             Err(error) => Err(self.out_of_memory(requested, Some(error))),
         }
@@ -246,9 +249,7 @@ impl Allocator {
     fn awaited(&self, ask: &Ask) -> Vec<Ticket> {
         let fences = &self.pager.device.fences;
         let core = self.core.lock();
-        let mut spans = Vec::new();
-        let pending = core.pending.tickets();
-        pending.into_iter().for_each(|ticket| Span::widen(&mut spans, ticket));
+        let mut spans = core.pending.spans();
         for pool in 0..core.pools.len() as u32 {
             let own = core.pools[pool as usize].as_ref().and_then(|pool| {
                 let same = |(id, _): &&(u64, u32)| *id == ask.slot.stream_id();

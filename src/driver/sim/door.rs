@@ -287,6 +287,16 @@ impl Driver for Sim {
         self.core.mem_unmap(address, bytes)
     }
 
+    fn mem_alloc(&self, bytes: u64) -> DriverResult<DeviceAddress> {
+        self.core.gate_unsafe(Verb::MemAlloc)?;
+        self.core.mem_alloc(bytes)
+    }
+
+    fn mem_free(&self, address: DeviceAddress) -> DriverResult<()> {
+        self.core.gate_unsafe(Verb::MemFree)?;
+        self.core.mem_free(address)
+    }
+
     fn mem_host_alloc(&self, bytes: usize) -> DriverResult<NonNull<u8>> {
         self.core.gate_unsafe(Verb::MemHostAlloc)?;
         self.core.mem_host_alloc(bytes)
