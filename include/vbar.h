@@ -2510,10 +2510,10 @@ void vbar_torch_segment_free(void *pointer, size_t size, int32_t device, VbarStr
 
 /*
  Says how devices are opened that PyTorch allocates on from now on, and changes what can be
- changed of those that it allocates on already. Zeros are the defaults; a context or an ordinal
- may not be given. Not needed: what a device is opened with on first use is what
- `vbar_device_open` with no driver named would, or as it is when the program has it open; waits
- for the whole context are off. Statuses: those of `vbar_device_open`. Thread-safe.
+ changed of those that it allocates on already. Zeros are the defaults, but that a device which
+ is open keeps its page size; a context or an ordinal may not be given. Not needed: what a device
+ is opened with on first use is what `vbar_device_open` with no driver named would, with no waits
+ for the whole context. Statuses: those of `vbar_device_open`. Thread-safe.
  `options` is NULL or points to as many bytes as its size field says.
  */
 VbarStatus vbar_torch_configure(const struct VbarDeviceOptions *options);
