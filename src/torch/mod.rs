@@ -43,6 +43,7 @@ mod sweep;
 
 use std::sync::Arc;
 
+use crate::driver::CaptureState;
 use crate::driver::DeviceAttribute;
 use crate::error::{Error, ErrorCode, Result};
 use crate::memory::pager::{Pager, Reclaim};
@@ -188,6 +189,8 @@ impl Allocator {
         let id = match stream {
             Stream::DEFAULT | Stream::LEGACY => self.legacy.load(Relaxed),
             Stream::PER_THREAD | Stream::NONE => return None,
+            // One that is being captured must not be asked for its id.
+            _ if device.capture_state(stream).ok()? != CaptureState::None => return None,
             _ => fences.slot_of(stream).ok()??.stream_id(),
         };
         let mut core = self.core.lock();
@@ -211,7 +214,7 @@ impl Allocator {
         let device = &self.pager.device;
         let record = || -> Result<()> {
             let _scope = device.enter()?;
-            if device.capture_state(stream)? == crate::driver::CaptureState::None {
+            if device.capture_state(stream)? == CaptureState::None {
                 device.retry(|| device.fences.record_in_passing(stream, slot))?;
             }
             Ok(())
