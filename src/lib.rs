@@ -17,7 +17,7 @@
 //! ```text
 //! 9  ffi                                            bin: the command line
 //! 8  runtime        one per device: what a program opens
-//! 7  model/synth
+//! 7  torch          PyTorch's allocator, on the pager's frames         model/synth
 //! 5  memory/{pager, pins}    the one place where pages change hands
 //! 4  memory/{vbar, space, frames}                   copy/{staging, fill}
 //! 3  sync/{fence, context, device, wait, clock}     host: files, page-locked memory
@@ -40,9 +40,11 @@
 //! Locks that guard one lookup (the registry of runtimes, tokens, the filler's place, the thread)
 //! are taken alone; that of the leases of the program's memory, under no other, has the second
 //! under it; a trace's, under any other, is held for as long as it takes to append a record. The
-//! hit path takes none. A wait asks the waiting thread's check ([`set_wait_check`]), which is the
-//! program's code: nobody who waits holds a lock. The child of a fork takes none, gives none back
-//! and wakes nobody (`sync/lock`), nor does a process that exits.
+//! hit path takes none. Two more are taken first of all and only by what PyTorch calls: one while a
+//! device of its is opened, one while a filter of a graph pool is asked, as PyTorch's own allocator
+//! does. A wait asks the waiting thread's check ([`set_wait_check`]), which is the program's code:
+//! nobody who waits holds a lock. The child of a fork takes none, gives none back and wakes nobody
+//! (`sync/lock`), nor does a process that exits.
 //!
 //! # Threads
 //!
@@ -63,6 +65,7 @@ pub mod process;
 pub mod runtime;
 pub mod slots;
 pub mod sync;
+pub mod torch;
 pub mod trace;
 pub mod units;
 

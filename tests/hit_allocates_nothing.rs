@@ -1,4 +1,5 @@
-//! A fault of a page that is resident, and its unpin, ask the host's allocator for nothing.
+//! A fault of a page that is resident, and its unpin, ask the host's allocator for nothing; nor do
+//! a request of PyTorch's that is cached, and its free.
 
 #![expect(unsafe_code, reason = "an allocator that counts, which is unsafe to write")]
 
@@ -8,7 +9,7 @@ use std::time::Duration;
 
 use vbar::driver::Driver;
 use vbar::driver::sim::{Sim, SimOptions};
-use vbar::units::{DeviceOrdinal, PageSize};
+use vbar::units::{DeviceOrdinal, PageSize, Stream};
 use vbar::{Runtime, RuntimeOptions};
 
 /// One page.
@@ -61,4 +62,31 @@ fn a_hit_of_one_page_allocates_nothing() {
     assert!(before > 0, "the allocator does not count");
     (0..10_000).for_each(|_| hit());
     assert_eq!(ALLOCATIONS.get() - before, 0);
+}
+
+#[test]
+fn a_cached_block_of_pytorchs_allocates_nothing() {
+    let sim = Sim::new(SimOptions::parse("capacity=64M,granularity=64K").unwrap());
+    let options = RuntimeOptions {
+        page_size: PageSize::new(P).unwrap(),
+        headroom_bytes: Some(0),
+        record_interval: Duration::from_secs(3600),
+        ..RuntimeOptions::default()
+    };
+    let runtime = Runtime::open(sim.driver(), DeviceOrdinal(0), options).unwrap();
+    sim.ctx_set_current(Some(runtime.device().context)).unwrap();
+    let allocator = runtime.torch_allocator().unwrap();
+    for stream in [Stream::DEFAULT, sim.stream_create().unwrap()] {
+        for bytes in [512, 40 << 10, 5 * P as usize] {
+            let pair = || allocator.free(allocator.malloc(bytes, stream).unwrap());
+            for _ in 0..1000 {
+                std::hint::black_box(pair());
+            }
+            let before = ALLOCATIONS.get();
+            for _ in 0..10_000 {
+                std::hint::black_box(pair());
+            }
+            assert_eq!(ALLOCATIONS.get() - before, 0, "{bytes} bytes on {stream:?}");
+        }
+    }
 }

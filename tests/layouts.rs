@@ -94,6 +94,8 @@ signatures! {
     cuMemMap = cuMemMap(_, _, _, _, _);
     cuMemSetAccess = cuMemSetAccess(_, _, _, _);
     cuMemUnmap = cuMemUnmap(_, _);
+    cuMemAlloc = cuMemAlloc_v2(_, _);
+    cuMemFree = cuMemFree_v2(_);
     cuMemHostAlloc = cuMemHostAlloc(_, _, _);
     cuMemFreeHost = cuMemFreeHost(_);
     cuMemHostRegister = cuMemHostRegister_v2(_, _, _);
@@ -154,7 +156,7 @@ newer_signatures! {
 #[test]
 fn every_function_of_the_table_is_compared() {
     // A function added to the table belongs in one of the two lists above.
-    assert_eq!((Api::REQUIRED.len(), Api::OPTIONAL.len()), (47, 8));
+    assert_eq!((Api::REQUIRED.len(), Api::OPTIONAL.len()), (49, 8));
 }
 
 macro_rules! check_layout {

@@ -31,8 +31,8 @@
 //!   sticky, and belongs to whoever enqueued it, not to the call that returns it.
 //! * **Capture.** On a capturing stream nothing runs; `event_query` and `event_record` of others
 //!   may be refused with codes 900 to 908 unless the thread is in relaxed capture mode.
-//! * Calls that wait for the whole device, and stop launches meanwhile: `mem_free_host`,
-//!   `mem_host_unregister`, `module_load`, `ctx_synchronize`. `mem_host_alloc` and
+//! * Calls that wait for the whole device, and stop launches meanwhile: `mem_free`,
+//!   `mem_free_host`, `mem_host_unregister`, `module_load`, `ctx_synchronize`. `mem_host_alloc` and
 //!   `mem_host_register` wait for nothing, and stop launches for as long as they take.
 
 use std::ops::Range;
@@ -206,6 +206,13 @@ pub trait Driver: Send + Sync + 'static {
     /// `cuMemUnmap` of one or more whole mappings.
     fn mem_unmap(&self, address: DeviceAddress, bytes: u64) -> DriverResult<()>;
 
+    /// `cuMemAlloc`: `bytes` of device memory of the current context at an address of its own, for
+    /// devices without virtual memory management. `OUT_OF_MEMORY`.
+    fn mem_alloc(&self, bytes: u64) -> DriverResult<DeviceAddress>;
+    /// `cuMemFree` of what `mem_alloc` gave. Waits for the device, which promises no order: the
+    /// caller knows that no pending work uses the memory.
+    fn mem_free(&self, address: DeviceAddress) -> DriverResult<()>;
+
     /// `cuMemHostAlloc`, portable: page-locked memory, readable by every device. Zeroed by the
     /// operating system, OS-page aligned.
     fn mem_host_alloc(&self, bytes: usize) -> DriverResult<NonNull<u8>>;
@@ -292,7 +299,8 @@ pub trait Driver: Send + Sync + 'static {
     /// `cuStreamWaitEvent`: later work on `stream` waits for the record that `event` holds now.
     fn stream_wait_event(&self, stream: Stream, event: Event) -> DriverResult<()>;
     /// `cuStreamGetId`: unique in the process, never reused, unlike the handle. The default
-    /// streams' ids depend on the current context and thread.
+    /// streams' ids depend on the current context and thread. Of a stream that is being captured, or
+    /// of the legacy stream while one is, it may not be asked: an error, and the capture is broken.
     fn stream_get_id(&self, stream: Stream) -> DriverResult<u64>;
     /// `cuStreamIsCapturing`.
     fn stream_is_capturing(&self, stream: Stream) -> DriverResult<CaptureState>;

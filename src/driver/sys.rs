@@ -211,6 +211,8 @@ table! {
         cuMemMap = "cuMemMap"(CUdeviceptr, usize, usize, CUmemGenericAllocationHandle, u64);
         cuMemSetAccess = "cuMemSetAccess"(CUdeviceptr, usize, *const CUmemAccessDesc, usize);
         cuMemUnmap = "cuMemUnmap"(CUdeviceptr, usize);
+        cuMemAlloc = "cuMemAlloc_v2"(*mut CUdeviceptr, usize);
+        cuMemFree = "cuMemFree_v2"(CUdeviceptr);
         cuMemHostAlloc = "cuMemHostAlloc"(*mut *mut c_void, usize, c_uint);
         cuMemFreeHost = "cuMemFreeHost"(*mut c_void);
         cuMemHostRegister = "cuMemHostRegister_v2"(*mut c_void, usize, c_uint);

@@ -25,6 +25,16 @@ pub enum Closer {
     Later,
 }
 
+/// What a VBAR's pages are for.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Content {
+    /// Weights: evicted when others need their frames.
+    Weights,
+    /// What an allocator hands out. Its pages are pinned as long as they are mapped, and it gives
+    /// them back itself; it has no watermark, and its extent is what is mapped.
+    Arena,
+}
+
 /// Shared part of a VBAR.
 pub struct Bar {
     /// Index in the runtime, not reused.
@@ -35,6 +45,8 @@ pub struct Bar {
     pub page_size: PageSize,
     /// Its pages.
     pub table: PageTable,
+    /// What they are for.
+    pub content: Content,
     allocated: AtomicU64,
     closed: AtomicBool,
     bound: OnceLock<Arc<Bound>>,
@@ -43,13 +55,14 @@ pub struct Bar {
 impl Bar {
     /// A VBAR over `space`, nothing resident.
     #[must_use]
-    pub fn new(id: u32, space: Space, page_size: PageSize) -> Self {
+    pub fn new(id: u32, space: Space, page_size: PageSize, content: Content) -> Self {
         let page_count = u32::try_from(space.bytes / page_size.bytes()).expect("checked at create");
         Self {
             id,
             space,
             page_size,
             table: PageTable::new(page_count),
+            content,
             allocated: AtomicU64::new(0),
             closed: AtomicBool::new(false),
             bound: OnceLock::new(),
@@ -109,6 +122,13 @@ impl Bar {
     #[must_use]
     pub fn is_closed(&self) -> bool {
         self.closed.load(Relaxed)
+    }
+
+    /// Whether it is an allocator's.
+    #[inline]
+    #[must_use]
+    pub fn is_arena(&self) -> bool {
+        self.content == Content::Arena
     }
 
     /// Whether the VBAR may be used. Another thread may close it at any moment: what must hold

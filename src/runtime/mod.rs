@@ -18,7 +18,7 @@ use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use crate::copy::engine::Engine;
-use crate::driver::{DeviceAttribute, Driver, DriverCode};
+use crate::driver::{CaptureState, DeviceAttribute, Driver, DriverCode};
 use crate::error::{Error, ErrorCode, Result};
 use crate::host::spare::HostRoom;
 use crate::memory::pager::{
@@ -29,6 +29,7 @@ use crate::options::{RuntimeOptions, STAGING_SLOTS_MAX, Threads};
 use crate::process;
 use crate::sync::Mutex;
 use crate::sync::device::Device;
+use crate::torch::Allocator;
 use crate::units::{DeviceOrdinal, PageSize, Stream};
 
 pub use ahead::HINT_RANGES_MAX;
@@ -52,6 +53,7 @@ struct Inner {
     housekeeping: Housekeeping,
     engine: Arc<Engine>,
     pins: Pins,
+    torch: Mutex<Option<Arc<Allocator>>>,
     primary: Primary,
     addresses: Addresses,
 }
@@ -158,8 +160,8 @@ impl Runtime {
         let engine = Engine::new();
         let follower: Arc<dyn Follow> = Arc::clone(&engine) as _;
         pager.set_follower(&follower);
-        let inner =
-            Inner { pager, housekeeping, engine, pins: Pins::default(), primary, addresses };
+        let (pins, torch) = (Pins::default(), Mutex::default());
+        let inner = Inner { pager, housekeeping, engine, pins, torch, primary, addresses };
         Ok(Self { inner: Arc::new(inner) })
     }
 
@@ -168,6 +170,9 @@ impl Runtime {
         {
             let _scope = self.device().enter()?;
             self.device().fences.prepare_context_wait()?;
+            if self.device().capture_state(Stream::LEGACY)? == CaptureState::None {
+                self.device().fences.learn_default_stream()?;
+            }
         }
         self.pager().refresh()?;
         // Not given is not off: whoever shares the runtime already may have asked for threads.
@@ -364,11 +369,29 @@ impl Runtime {
     /// Tells the runtime that a stream is about to be destroyed; it must still be valid.
     ///
     /// # Errors
-    /// What the driver says of the stream.
+    /// What the driver says of the stream; `Unsupported` while it is being captured.
     pub fn retire_stream(&self, stream: Stream) -> Result<()> {
         self.device().check()?;
         let _scope = self.device().enter()?;
+        if self.device().capture_state(stream)? != CaptureState::None {
+            let text = format!("{stream:?} is being captured: it is retired when that is over");
+            return Err(Error::new(ErrorCode::Unsupported, text));
+        }
         self.device().fences.retire(stream)
+    }
+
+    /// PyTorch's allocator on the device's frames, made on first use.
+    ///
+    /// # Errors
+    /// As [`Allocator::new`].
+    pub fn torch_allocator(&self) -> Result<Arc<Allocator>> {
+        process::check()?;
+        let mut made = self.inner.torch.lock();
+        if let Some(allocator) = &*made {
+            return Ok(Arc::clone(allocator));
+        }
+        let allocator = Allocator::new(Arc::clone(&self.inner.pager))?;
+        Ok(Arc::clone(made.insert(allocator)))
     }
 
     /// Ends every wait under way in this runtime with `Cancelled`. A thread's own waits are ended
@@ -473,6 +496,9 @@ impl Drop for Inner {
     fn drop(&mut self) {
         self.engine.stop(&self.pager);
         self.housekeeping.stop();
+        if let Some(allocator) = &*self.torch.lock() {
+            allocator.close();
+        }
         let closed = self.pager.close();
         let device = &self.pager.device;
         if let Err(error) = &closed {

@@ -189,14 +189,40 @@ impl Device {
             return Ok((CaptureState::None, None));
         }
         let capture = self.capture_state(stream)?;
+        if capture != CaptureState::None {
+            return self.inspect_in_capture(stream, capture);
+        }
         let slot = match self.fences.slot_of(stream) {
             Ok(slot) => slot,
             Err(error) => self.slot_after(stream, error)?,
         };
         if let Some(slot) = slot {
-            self.fences.note_capture(slot, capture != CaptureState::None);
+            self.fences.note_capture(slot, false);
+        }
+        if self.fences.is_capture_known() {
+            self.end_capture(stream)?;
         }
         Ok((capture, slot))
+    }
+
+    /// A stream that is being captured must not be asked for its id.
+    #[cold]
+    fn inspect_in_capture(
+        &self,
+        stream: Stream,
+        capture: CaptureState,
+    ) -> Result<(CaptureState, Option<StreamSlot>)> {
+        let slot = self.fences.slot_in_capture(stream)?;
+        self.fences.note_capture(slot, true);
+        Ok((capture, Some(slot)))
+    }
+
+    /// A stream runs: a capture of it that was known is over.
+    #[cold]
+    fn end_capture(&self, stream: Stream) -> Result<()> {
+        let Some(slot) = self.fences.captured_slot(stream) else { return Ok(()) };
+        let _scope = self.enter()?;
+        self.retry(|| self.fences.end_capture(stream, slot))
     }
 
     /// The slot of a stream: see [`Fences::slot_of`].
@@ -312,6 +338,22 @@ impl Device {
         self.fences.check_context_wait(without)?;
         let mut wait = self.wait(WaitKind::Context);
         self.fences.context_wait(&mut wait, without).map_err(|error| self.note(error))
+    }
+
+    /// Waits for the context because the program asked for it, or has no other way to memory,
+    /// whatever the options say.
+    ///
+    /// # Errors
+    /// `Unsupported` while a known stream is being captured; `TimedOut`, `Cancelled`, or what the
+    /// driver says.
+    pub fn context_wait_asked(&self) -> Result<()> {
+        if self.fences.is_capture_known() {
+            let text = "a stream is being captured, which a wait for the context would break";
+            return Err(Error::new(ErrorCode::Unsupported, text));
+        }
+        let mut wait = self.wait(WaitKind::Context);
+        let waited = self.fences.context_wait(&mut wait, WithoutEvent::Synchronize);
+        waited.map_err(|error| self.note(error))
     }
 
     /// Waits for the context before everything is freed, whatever the options say.

@@ -55,6 +55,7 @@ pub(crate) fn check_door(driver: Arc<dyn Driver>, device: DeviceOrdinal) {
     host::check_unregistering_waits(&rig);
     host::check_registered_file(&rig);
     host::check_elapsed_time(&rig);
+    host::check_linear_memory(&rig);
 
     driver.ctx_synchronize().expect("nothing is left that fails");
     driver.ctx_set_current(before).expect("the context of before");

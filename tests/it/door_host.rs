@@ -210,3 +210,28 @@ pub(super) fn check_elapsed_time(rig: &Rig) {
     rig.give_back(pages);
     rig.destroy(&[stream], &[start, end, plain]);
 }
+
+/// Memory that the driver places by itself, with and without virtual memory management.
+pub(super) fn check_linear_memory(rig: &Rig) {
+    let stream = rig.stream();
+    let bytes = 3 * rig.page + 100;
+    let memory = rig.driver.mem_alloc(bytes).expect("memory");
+    let other = rig.driver.mem_alloc(8).expect("a little more");
+    assert!(other.0 + 8 <= memory.0 || other.0 >= memory.0 + bytes, "they overlap");
+    assert!(memory.0.is_multiple_of(256) && other.0.is_multiple_of(256));
+    rig.write(memory.offset(bytes - 16), &bytes_of(3, 16), stream);
+    assert_eq!(rig.read(memory.offset(bytes - 16), 16, stream), bytes_of(3, 16));
+    // A free waits for the device, whatever its work is.
+    let pages = rig.pages(1);
+    rig.write_late(pages.address, 16, 50, stream);
+    let begun = Instant::now();
+    rig.driver.mem_free(memory).expect("freeing");
+    assert!(begun.elapsed() > Duration::from_millis(25), "freeing did not wait");
+    rig.driver.mem_free(other).expect("freeing");
+    let twice = rig.driver.mem_free(other).map_err(|error| error.code);
+    assert_eq!(twice, Err(DriverCode::INVALID_VALUE), "freed twice");
+    assert!(rig.driver.mem_alloc(1 << 60).is_err());
+    rig.driver.stream_synchronize(stream).expect("its end");
+    rig.give_back(pages);
+    rig.destroy(&[stream], &[]);
+}

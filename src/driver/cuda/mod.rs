@@ -7,7 +7,7 @@
 
 #![expect(unsafe_code, reason = "calls the driver through function pointers")]
 
-use std::ffi::{CStr, OsStr, c_int, c_uint, c_void};
+use std::ffi::{CStr, OsStr, c_int, c_uint};
 use std::ops::Range;
 use std::ptr::NonNull;
 use std::sync::Arc;
@@ -26,6 +26,7 @@ use crate::units::{DeviceAddress, DeviceOrdinal, Stream};
 
 mod graph;
 mod kernels;
+mod linear;
 mod pointer;
 #[cfg(test)]
 mod tests;
@@ -378,20 +379,16 @@ impl Driver for Cuda {
         check("cuMemUnmap", code)
     }
 
+    fn mem_alloc(&self, bytes: u64) -> DriverResult<DeviceAddress> {
+        self.linear_alloc(bytes)
+    }
+
+    fn mem_free(&self, address: DeviceAddress) -> DriverResult<()> {
+        self.linear_free(address)
+    }
+
     fn mem_host_alloc(&self, bytes: usize) -> DriverResult<NonNull<u8>> {
-        const CALL: &str = "cuMemHostAlloc";
-        let mut memory: *mut c_void = std::ptr::null_mut();
-        // SAFETY: `memory` is a valid place for the result.
-        let code =
-            unsafe { (self.api.cuMemHostAlloc)(&mut memory, bytes, CU_MEMHOSTALLOC_PORTABLE) };
-        check(CALL, code)?;
-        let memory = NonNull::new(memory.cast::<u8>());
-        let memory = memory.ok_or(DriverError::new(CALL, DriverCode::OUT_OF_MEMORY))?;
-        // The driver cuts small requests from memory that it has used before, and the contract
-        // promises zeros. Small beside the cost of the call, 50 ms for 64 MiB.
-        // SAFETY: the driver gave out `bytes` bytes that nobody else knows of yet.
-        unsafe { memory.write_bytes(0, bytes) };
-        Ok(memory)
+        self.host_alloc(bytes)
     }
 
     unsafe fn mem_free_host(&self, memory: NonNull<u8>) -> DriverResult<()> {

@@ -48,6 +48,8 @@ pub(super) struct Space {
     pub(super) reserved_bytes: u64,
     pub(super) mappings: BTreeMap<u64, Mapping>,
     frames: HashMap<u64, Arc<Frame>>,
+    /// Start to length of what `mem_alloc` gave out: a reservation and a mapping each.
+    allocations: HashMap<u64, u64>,
     frames_made: u64,
 }
 
@@ -350,5 +352,63 @@ impl Core {
                 ),
             );
         }
+    }
+
+    /// A reservation with a frame of its own, which no handle names.
+    pub(super) fn mem_alloc(&self, bytes: u64) -> DriverResult<DeviceAddress> {
+        let verb = Verb::MemAlloc;
+        let context = self.current(verb)?;
+        let index = context.device;
+        self.alive(index, verb)?;
+        let whole = bytes.checked_next_multiple_of(self.options.granularity);
+        let Some(whole) = whole.filter(|_| bytes > 0) else {
+            return Err(verb.error(DriverCode::INVALID_VALUE));
+        };
+        let handle = self.create_frame(&self.devices[index], &self.holdings[index], whole, verb)?;
+        let mut space = self.space.write();
+        let frame = space.frames.remove(&handle.0).expect("it was just made");
+        let failed = |error: io::Error| verb.error(system_code(&error));
+        let start = os::reserve(whole, self.options.granularity).map_err(failed)?;
+        // SAFETY: the range was just reserved, and nobody knows of it yet.
+        let mapped = unsafe { os::map_view(start, whole, frame.device.file(), frame.offset) }
+            // SAFETY: it was just mapped.
+            .and_then(|()| unsafe { os::allow_access(start, whole) });
+        if let Err(error) = mapped {
+            // SAFETY: the range is ours, and nobody knows of it.
+            let _ = unsafe { os::unmap(start, whole) };
+            return Err(failed(error));
+        }
+        frame.record.lock().note(FrameEvent::Mapped(DeviceAddress(start)));
+        let (access, touched) = (1 << index, Mutex::default());
+        space.mappings.insert(start, Mapping { bytes: whole, frame, access, touched });
+        space.reservations.insert(start, whole);
+        space.reserved_bytes += whole;
+        space.allocations.insert(start, whole);
+        Ok(DeviceAddress(start))
+    }
+
+    /// Waits for the device first, as launches on other threads do.
+    pub(super) fn mem_free(&self, address: DeviceAddress) -> DriverResult<()> {
+        let verb = Verb::MemFree;
+        let context = self.current(verb)?;
+        self.alive(context.device, verb)?;
+        if !self.space.read().allocations.contains_key(&address.0) {
+            return Err(verb.error(DriverCode::INVALID_VALUE));
+        }
+        self.wait_for_device(None);
+        let mut space = self.space.write();
+        let Some(bytes) = space.allocations.remove(&address.0) else {
+            return Err(verb.error(DriverCode::INVALID_VALUE));
+        };
+        // SAFETY: a reservation of ours whose only mapping goes with it; no work is pending.
+        unsafe { os::unmap(address.0, bytes) }.map_err(|error| verb.error(system_code(&error)))?;
+        space.reservations.remove(&address.0);
+        space.reserved_bytes -= bytes;
+        let mapping = space.mappings.remove(&address.0);
+        drop(space);
+        if let Some(mapping) = &mapping {
+            self.check_unmapped(address, mapping);
+        }
+        Ok(())
     }
 }

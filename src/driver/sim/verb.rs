@@ -56,6 +56,8 @@ verbs! {
     MemMap, "mem_map", "cuMemMap";
     MemSetAccess, "mem_set_access", "cuMemSetAccess";
     MemUnmap, "mem_unmap", "cuMemUnmap";
+    MemAlloc, "mem_alloc", "cuMemAlloc";
+    MemFree, "mem_free", "cuMemFree";
     MemHostAlloc, "mem_host_alloc", "cuMemHostAlloc";
     MemFreeHost, "mem_free_host", "cuMemFreeHost";
     MemHostRegister, "mem_host_register", "cuMemHostRegister";

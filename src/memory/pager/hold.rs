@@ -4,6 +4,7 @@
 
 use std::ops::Range;
 
+use crate::error::{Error, ErrorCode};
 use crate::sync::fence::StreamSlot;
 use crate::units::{Generation, Stream};
 
@@ -62,4 +63,9 @@ impl Generations {
             Self::Many(generations) => generations,
         }
     }
+}
+
+#[cold]
+pub(super) fn too_many_pins() -> Error {
+    Error::new(ErrorCode::TooManyPins, "one has as many pins as can be counted (65535)")
 }

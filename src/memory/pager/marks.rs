@@ -12,7 +12,7 @@ use crate::memory::budget::BudgetSource;
 use crate::memory::page_table::{PageState, draw};
 use crate::memory::policy::{Healing, Rank};
 use crate::memory::space::{self, Space};
-use crate::memory::vbar::Bar;
+use crate::memory::vbar::{Bar, Content};
 use crate::process;
 use crate::sync::MutexGuard;
 use crate::sync::context::WithoutEvent;
@@ -124,17 +124,18 @@ impl Pager {
         } else {
             space::stand_in(bytes)
         };
-        Ok(self.enter_bar(space))
+        Ok(self.enter_bar(space, Content::Weights))
     }
 
-    fn enter_bar(&self, space: Space) -> Arc<Bar> {
+    pub(super) fn enter_bar(&self, space: Space, content: Content) -> Arc<Bar> {
         let mut state = self.state.lock();
         let id = state.next_bar_id();
-        let bar = Arc::new(Bar::new(id, space, self.device.options.page_size));
+        let bar = Arc::new(Bar::new(id, space, self.device.options.page_size, content));
         let recency = state.newest_recency();
+        let class = if bar.is_arena() { i32::MAX } else { 0 };
         let entry = BarState {
             bar: Arc::clone(&bar),
-            rank: Rank { class: 0, recency, bar: id },
+            rank: Rank { class, recency, bar: id },
             resident: Default::default(),
             hosted: Default::default(),
             streaming: Default::default(),

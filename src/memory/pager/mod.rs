@@ -8,6 +8,7 @@
 
 mod act;
 mod ahead;
+mod arena;
 mod claim;
 mod close;
 mod follow;
@@ -35,7 +36,7 @@ use std::sync::{Arc, OnceLock, Weak};
 use crate::copy::fill::Filler;
 use crate::counters;
 use crate::driver::CaptureState;
-use crate::error::{Error, ErrorCode, Result};
+use crate::error::Result;
 use crate::memory::budget::Budget;
 use crate::memory::page_table::{Page, PageState, Pin};
 use crate::memory::vbar::Bar;
@@ -50,6 +51,7 @@ use crate::trace::{self, Kind};
 use crate::units::{Generation, PageIndex, Stream};
 
 pub use ahead::{Fetched, PageOf, Role, Spent, Stop, Wanted};
+pub use arena::{GiveTo, Returned};
 pub use close::is_work_pending;
 pub use follow::Follow;
 pub use hold::{Generations, Hit, Hold};
@@ -60,12 +62,12 @@ pub use release::{Freed, Shortfall};
 use act::{Failure, Writer};
 use hands::{Grip, InHand};
 use host_mapped::Host;
-use patience::Patience;
 use plan::{Planned, Protected, Standing, Usable};
 pub(in crate::memory) use poll::Poll;
 use reaping::Reaping;
 use release::Excess;
 use state::State;
+use {hold::too_many_pins, patience::Patience, reclaim::Reclaimers};
 
 /// See the module's text.
 pub struct Pager {
@@ -76,7 +78,7 @@ pub struct Pager {
     filler: Mutex<Option<Arc<Filler>>>,
     /// Whether the filler has threads that read; locked while that changes.
     reading: Mutex<Threads>,
-    reclaim: Mutex<Option<Weak<dyn Reclaim>>>,
+    reclaim: Reclaimers,
     follower: OnceLock<Weak<dyn Follow>>,
     host: Host,
 }
@@ -124,7 +126,7 @@ impl Pager {
             changed: Condvar::new(),
             filler: Mutex::new(None),
             reading: Mutex::new(options.threads.unwrap_or_default()),
-            reclaim: Mutex::new(None),
+            reclaim: Reclaimers::default(),
             follower: OnceLock::new(),
             host: Host::of(&device),
             device,
@@ -524,6 +526,7 @@ impl Pager {
                     self.device.context_wait()?;
                 }
                 Planned::ContextWait => return Ok(Err(Reason::FenceUnknown)),
+                Planned::Refuse(reason) if patience.ask_last(requests, reason) => {}
                 Planned::Refuse(reason) => return Ok(Err(reason)),
             }
         }
@@ -594,9 +597,4 @@ impl Pager {
     fn page_bytes(&self) -> u64 {
         self.device.options.page_size.bytes()
     }
-}
-
-#[cold]
-fn too_many_pins() -> Error {
-    Error::new(ErrorCode::TooManyPins, "one has as many pins as can be counted (65535)")
 }

@@ -8,10 +8,10 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::plan::Reclaiming;
-use super::{Pager, Reclaim};
+use super::{Pager, Reclaim, Request};
 use crate::driver::CaptureState;
 use crate::error::Result;
-use crate::outcome::WaitKind;
+use crate::outcome::{Reason, WaitKind};
 use crate::process;
 use crate::sync::fence::StreamSlot;
 use crate::sync::wait::Wait;
@@ -23,6 +23,7 @@ pub(super) struct Patience<'a> {
     waits: HashMap<&'static str, Wait<'a>>,
     pub(super) turn: Option<u64>,
     reclaimer: Option<Arc<dyn Reclaim>>,
+    last_resort: Option<Arc<dyn Reclaim>>,
     covered: Option<()>,
     context_waited: Option<()>,
     pub(super) refused_once: Option<()>,
@@ -31,8 +32,9 @@ pub(super) struct Patience<'a> {
 impl<'a> Patience<'a> {
     pub(super) fn new(pager: &'a Pager) -> Self {
         let (waits, reclaimer) = (HashMap::new(), pager.reclaimer());
+        let last_resort = reclaimer.clone();
         let (turn, covered, context_waited, refused_once) = Default::default();
-        Self { pager, waits, turn, reclaimer, covered, context_waited, refused_once }
+        Self { pager, waits, turn, reclaimer, last_resort, covered, context_waited, refused_once }
     }
 
     /// Whether there is somebody to ask for frames before pages are evicted.
@@ -48,6 +50,28 @@ impl<'a> Patience<'a> {
         if self.reclaimer.as_ref().is_none_or(|reclaimer| reclaimer.reclaim(frames) == 0) {
             self.reclaimer = None;
         }
+    }
+
+    /// Asks for frames that their holder would rather keep, before the request is refused; whether
+    /// it is worth another plan.
+    pub(super) fn ask_last(&mut self, requests: &[Request<'_>], reason: Reason) -> bool {
+        let frames = requests.iter().map(|request| request.pages.end - request.pages.start).sum();
+        let helps = matches!(
+            reason,
+            Reason::Budget
+                | Reason::AllPinned
+                | Reason::FencePending
+                | Reason::FenceUnknown
+                | Reason::DriverMemory
+        );
+        let given = match &self.last_resort {
+            Some(reclaimer) if helps => reclaimer.reclaim_reserved(frames),
+            _ => return false,
+        };
+        if given == 0 {
+            self.last_resort = None;
+        }
+        given > 0
     }
 
     pub(super) fn pause(&mut self, kind: WaitKind) -> Result<()> {

@@ -221,7 +221,7 @@ fn below_watermark(
         state.creatable(page_bytes) + state.frames.free_count() + state.closing_resident();
     for (bar, page) in wanted {
         let entry = state.bar_mut(bar.id);
-        if bar.bound().is_some() || page.0 < entry.watermark {
+        if bar.bound().is_some() || bar.is_arena() || page.0 < entry.watermark {
             continue;
         }
         let healed = entry.healing.observe(now, surplus);
@@ -452,6 +452,11 @@ impl Search<'_> {
         if state.bar(own.id).kept.is_some() {
             self.victims_of_plans(state, own);
             return OwnVictims::Some;
+        }
+        if own.is_arena() {
+            // What was asked for cannot be computed without, and weights can be streamed.
+            self.take_from_plans(state, |_| true);
+            return OwnVictims::None;
         }
         let ranges = || items.iter().filter(|item| item.bar.id == own.id).map(|item| &item.pages);
         if own.bound().is_none() {

@@ -9,12 +9,46 @@ use std::sync::{Arc, Weak};
 
 use super::Pager;
 use crate::process;
+use crate::sync::Mutex;
+
+/// Who is asked.
+#[derive(Default)]
+pub(super) struct Reclaimers {
+    /// The program's.
+    program: Mutex<Option<Weak<dyn Reclaim>>>,
+    /// The library's own.
+    allocator: Mutex<Option<Weak<dyn Reclaim>>>,
+}
+
+/// The second is asked for what the first does not give.
+struct Both(Arc<dyn Reclaim>, Arc<dyn Reclaim>);
+
+impl Reclaim for Both {
+    fn reclaim(&self, frames: u32) -> u32 {
+        let given = self.0.reclaim(frames);
+        let missing = frames.saturating_sub(given);
+        given + if missing > 0 { self.1.reclaim(missing) } else { 0 }
+    }
+
+    fn reclaim_reserved(&self, frames: u32) -> u32 {
+        let given = self.0.reclaim_reserved(frames);
+        let missing = frames.saturating_sub(given);
+        given + if missing > 0 { self.1.reclaim_reserved(missing) } else { 0 }
+    }
+}
 
 /// A holder of frames that can do without some.
 pub trait Reclaim: Send + Sync {
     /// `frames` more are needed. Gives back what it can do without and returns how many frames
     /// that were; 0 when there is nothing to give.
     fn reclaim(&self, frames: u32) -> u32;
+
+    /// As [`Reclaim::reclaim`], asked last: without them the request is refused, or the budget
+    /// exceeded. What is kept to be ready for the next step goes too.
+    fn reclaim_reserved(&self, frames: u32) -> u32 {
+        let _ = frames;
+        0
+    }
 }
 
 impl Pager {
@@ -22,12 +56,25 @@ impl Pager {
     /// It is not kept alive.
     pub fn set_reclaim(&self, reclaim: &Arc<dyn Reclaim>) {
         if !process::ending() {
-            *self.reclaim.lock() = Some(Arc::downgrade(reclaim));
+            *self.reclaim.program.lock() = Some(Arc::downgrade(reclaim));
+        }
+    }
+
+    /// Registers an allocator of the library's own, which is asked beside the program's.
+    pub fn set_allocator(&self, allocator: &Arc<dyn Reclaim>) {
+        if !process::ending() {
+            *self.reclaim.allocator.lock() = Some(Arc::downgrade(allocator));
         }
     }
 
     /// Who is registered, if it still lives.
     pub(super) fn reclaimer(&self) -> Option<Arc<dyn Reclaim>> {
-        self.reclaim.lock().as_ref().and_then(Weak::upgrade)
+        let live = |holder: &Mutex<Option<Weak<dyn Reclaim>>>| {
+            holder.lock().as_ref().and_then(Weak::upgrade)
+        };
+        match (live(&self.reclaim.allocator), live(&self.reclaim.program)) {
+            (Some(own), Some(program)) => Some(Arc::new(Both(own, program))),
+            (own, program) => own.or(program),
+        }
     }
 }

@@ -150,6 +150,7 @@ impl Pager {
         }
         // Before the tables change: what was taken out of them must be carried through.
         let _scope = self.device.enter()?;
+        self.reclaim_excess();
         let mut blocked = Blocked::default();
         let (free, pages, missing, in_hand) = {
             let mut state = self.state.lock();
@@ -179,11 +180,13 @@ impl Pager {
         }
         drop(in_hand);
         // What only helps to find faults gives way when the rest cannot.
+        let missing = missing.saturating_sub(self.reclaim_last(missing));
         let given_up = if missing > 0 { self.give_up_poison() } else { 0 };
         self.changed.notify_all();
         // A released frame's memory lives on behind an old mapping that nobody needs any more.
         self.reap()?;
         Ok(match missing.saturating_sub(given_up) {
+            0 if self.is_release_unknown() => Excess::Unknown,
             0 => Excess::None,
             _ if blocked.unknown > 0 => Excess::Unknown,
             _ => Excess::InUse,
@@ -406,7 +409,7 @@ impl Pager {
 
     /// Waits until the victims' users have passed. Returns those whose have, their users cleared,
     /// and those that were late.
-    fn wait_for_victims(&self, taken: Taken) -> Result<(Taken, Taken)> {
+    pub(super) fn wait_for_victims(&self, taken: Taken) -> Result<(Taken, Taken)> {
         let (mut ready, mut late) = (Vec::new(), Vec::new());
         let mut failed = None;
         for (victim, users) in taken {

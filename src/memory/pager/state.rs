@@ -225,7 +225,7 @@ impl State {
     pub(super) fn raise_extent(&mut self, bar: u32, end: u64) {
         let Some(entry) = self.bars.get_mut(&bar) else { return };
         let raised = end.saturating_sub(entry.extent);
-        if entry.life == Life::Open && raised > 0 {
+        if entry.life == Life::Open && raised > 0 && !entry.bar.is_arena() {
             entry.extent = end;
             self.extents = self.extents.saturating_add(raised);
         }
@@ -265,6 +265,7 @@ impl State {
         if streams {
             entry.streaming.push_back(page.0);
         }
+        self.follow_arena(bar);
     }
 
     /// Takes a page out; it is about to be evicted.
@@ -279,6 +280,18 @@ impl State {
         if entry.resident.is_empty() {
             self.order.remove(&entry.rank);
         }
+        self.follow_arena(bar);
+    }
+
+    /// The extent of an arena is what it has resident: whether all VBARs exceed the budget together
+    /// does not depend on its addresses.
+    fn follow_arena(&mut self, bar: u32) {
+        let Some(entry) = self.bars.get_mut(&bar) else { return };
+        if entry.bar.is_arena() && entry.life == Life::Open {
+            let extent = entry.resident.len() as u64 * entry.bar.page_size.bytes();
+            self.extents = self.extents - entry.extent + extent;
+            entry.extent = extent;
+        }
     }
 
     /// A page of a bare VBAR was evicted: the watermark sinks to it, so that the next passes do not
@@ -286,7 +299,7 @@ impl State {
     pub(super) fn sink_watermark(&mut self, bar: u32, page: PageIndex, now: Duration) {
         // Its last page is absent already, so a closing VBAR may be gone.
         let Some(entry) = self.bars.get_mut(&bar) else { return };
-        if entry.bar.bound().is_none() {
+        if entry.bar.bound().is_none() && !entry.bar.is_arena() {
             entry.watermark = entry.watermark.min(page.0);
             entry.healing.evicted(now);
         }

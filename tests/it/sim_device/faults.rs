@@ -25,6 +25,8 @@ struct Stage {
     /// Mapped at `address`.
     mapped: FrameHandle,
     free: FrameHandle,
+    /// The driver's own.
+    linear: DeviceAddress,
     stream: Stream,
     event: Event,
 }
@@ -36,7 +38,8 @@ impl Stage {
         let (mapped, free) = (sim.mem_create(DEVICE, bytes), sim.mem_create(DEVICE, bytes));
         let (mapped, free) = (mapped.unwrap(), free.unwrap());
         sim.mem_map(address, bytes, mapped).unwrap();
-        Self { address, bytes, mapped, free, stream: rig.stream(), event: rig.event() }
+        let linear = sim.mem_alloc(bytes).unwrap();
+        Self { address, bytes, mapped, free, linear, stream: rig.stream(), event: rig.event() }
     }
 
     /// A call of the verb that would succeed.
@@ -73,6 +76,8 @@ impl Stage {
             Verb::MemMap => sim.mem_map(address.offset(bytes), bytes, self.free),
             Verb::MemSetAccess => sim.mem_set_access(address, bytes, &[DEVICE]),
             Verb::MemUnmap => sim.mem_unmap(address, bytes),
+            Verb::MemAlloc => sim.mem_alloc(bytes).map(drop),
+            Verb::MemFree => sim.mem_free(self.linear),
             Verb::MemHostAlloc
             | Verb::MemFreeHost
             | Verb::MemHostRegister

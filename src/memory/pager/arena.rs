@@ -1,0 +1,163 @@
+//! Arenas: VBARs whose pages an allocator hands out in pieces.
+//!
+//! A page of an arena gets its frame by a fault like any other, of the highest rank, and stays
+//! pinned until its allocator gives it back, with the uses that it knows of. Those may be under
+//! way: the frame moves on by their fences, and the mapping goes when they have passed. What the
+//! pieces are is the allocator's business.
+
+use std::sync::Arc;
+
+use super::Pager;
+use super::hands::Parting;
+use super::plan::{Taken, Victim};
+use super::state::Destination;
+use crate::counters;
+use crate::driver::DriverCode;
+use crate::error::{Error, Result};
+use crate::memory::space::{Space, SpaceKind};
+use crate::memory::vbar::{Bar, Content};
+use crate::sync::ticket::Ticket;
+use crate::units::{Generation, PageIndex};
+
+/// Smallest arena that is of use, in pages.
+const PAGES_MIN: u64 = 16;
+
+/// A page that its allocator gives back.
+#[derive(Debug)]
+pub struct Returned {
+    /// The page.
+    pub page: u32,
+    /// Its generation, from the fault.
+    pub generation: Generation,
+    /// Uses that may not be over.
+    pub users: Vec<Ticket>,
+}
+
+/// Where the frames of pages that are given back go.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum GiveTo {
+    /// To whoever needs frames next, now or when their users have passed.
+    Pages,
+    /// To the driver; their users are waited for.
+    Driver,
+}
+
+impl Pager {
+    /// An arena of `bytes`, or of half as often as the driver has no addresses for more. `None`
+    /// where there are none at all.
+    ///
+    /// # Errors
+    /// `DeviceLost`, `ProcessEnding`, and what the driver says.
+    pub fn create_arena(&self, bytes: u64) -> Result<Option<Arc<Bar>>> {
+        self.device.check()?;
+        let _scope = self.device.enter()?;
+        let page_size = self.device.options.page_size;
+        let mut pages = (bytes / page_size.bytes()).min(u64::from(u32::MAX) / 2);
+        while pages >= PAGES_MIN {
+            let bytes = pages * page_size.bytes();
+            match self.device.driver.mem_address_reserve(bytes, page_size.bytes()) {
+                Ok(base) => {
+                    let space = Space { base, bytes, kind: SpaceKind::Reserved };
+                    return Ok(Some(self.enter_bar(space, Content::Arena)));
+                }
+                Err(error)
+                    if matches!(
+                        error.code,
+                        DriverCode::OUT_OF_MEMORY
+                            | DriverCode::NOT_SUPPORTED
+                            | DriverCode::INVALID_VALUE
+                    ) =>
+                {
+                    pages /= 2;
+                }
+                Err(error) => return Err(self.device.note(Error::from(error))),
+            }
+        }
+        Ok(None)
+    }
+
+    /// Takes pages of an arena back, which are pinned once each, by the fault that made them
+    /// resident. Returns how many frames can be had now, in stream order or at once.
+    ///
+    /// # Errors
+    /// `TimedOut` and `Cancelled` of waiting for users, `DeviceLost`, `ProcessEnding`, and what the
+    /// driver says. The pages go all the same, when their users have passed.
+    pub fn give_back(&self, arena: &Arc<Bar>, pages: Vec<Returned>, to: GiveTo) -> Result<u32> {
+        self.device.check()?;
+        // Before the tables change: what was taken out of them must be carried through.
+        let _scope = self.device.enter()?;
+        let (taken, parting) = {
+            let mut state = self.state.lock();
+            let mut taken: Taken = Vec::with_capacity(pages.len());
+            for Returned { page, generation, users } in pages {
+                let entry = arena.table.page(PageIndex(page));
+                // Under the lock: nobody takes the page between the two.
+                if entry.unpin(generation).is_err() || entry.start_evicting().is_err() {
+                    debug_assert!(false, "page {page} of an arena is not its allocator's alone");
+                    log::error!("page {page} of an arena is used by others: it stays");
+                    continue;
+                }
+                let all = entry.users().into_iter().chain(users);
+                let pending = all.filter(|user| !self.device.fences.known_passed(*user));
+                let users = pending.collect();
+                let (bar, frame) = (Arc::clone(arena), entry.frame());
+                state.remove_resident(arena.id, PageIndex(page));
+                taken.push((Victim { bar, page: PageIndex(page), frame }, users));
+            }
+            let idle = taken.iter().filter(|(_, users)| users.is_empty()).count();
+            let parting = Parting::new(self, &mut state, idle);
+            self.update_eager(&state);
+            (taken, parting)
+        };
+        counters::add(&self.device.counters.pages_evicted, taken.len() as u64);
+        let count = taken.len() as u32;
+        let given = match to {
+            GiveTo::Pages => {
+                self.part_or_linger(taken, Destination::FreeList);
+                Ok(count)
+            }
+            GiveTo::Driver => self.wait_for_victims(taken).map(|(ready, late)| {
+                self.part_or_linger(late, Destination::Driver);
+                self.part_or_linger(ready, Destination::Driver)
+            }),
+        };
+        drop(parting);
+        self.changed.notify_all();
+        given
+    }
+
+    /// Asks whoever holds frames for those that are held beyond the budget.
+    pub(super) fn reclaim_excess(&self) {
+        let Some(reclaimer) = self.reclaimer() else { return };
+        let missing = {
+            let state = self.state.lock();
+            let lingering = state.lingering.iter();
+            let releasing = lingering.filter(|entry| entry.frame.is_of_device()).count() as u32;
+            let coming = state.frames.free_count() + releasing + state.shrinking_count;
+            state.excess(self.page_bytes()).saturating_sub(coming + state.frames.leaving())
+        };
+        if missing > 0 {
+            reclaimer.reclaim(missing);
+        }
+    }
+
+    /// Whether frames beyond the budget are on their way whose uses no fence covers.
+    pub(super) fn is_release_unknown(&self) -> bool {
+        let state = self.state.lock();
+        let is_recorded = |user: &Ticket| self.device.fences.is_recorded(*user);
+        state.excess(self.page_bytes()) > 0
+            && state
+                .lingering
+                .iter()
+                .any(|old| old.frame.is_of_device() && !old.users.iter().all(is_recorded))
+    }
+
+    /// As [`Pager::reclaim_excess`], for so many frames that are there in no other way. Returns how
+    /// many are on their way.
+    pub(super) fn reclaim_last(&self, missing: u32) -> u32 {
+        match self.reclaimer() {
+            Some(reclaimer) if missing > 0 => reclaimer.reclaim_reserved(missing),
+            _ => 0,
+        }
+    }
+}

@@ -1,0 +1,199 @@
+//! Frees: blocks go back to the heap of their stream. Under the allocator's lock, as `heap`.
+//!
+//! Also the counting of both ways, and what becomes of a slab or a chunk that is empty.
+
+use super::extents::Piece;
+use super::heap::{ChunkUse, Core, LARGE, MID, Sort};
+use super::pages::{Use, kind_of};
+use super::pending::Waiting;
+use super::statistics::Kind;
+use crate::sync::fence::Fences;
+
+/// What the quick way of freeing came to.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Given {
+    /// The block is cached.
+    Cached,
+    /// No live block starts there.
+    Unknown,
+    /// Fences have to be asked or recorded first; nothing has changed.
+    NotYet,
+}
+
+impl Core {
+    /// Frees a block if nothing but a stamp is needed for it.
+    #[inline(always)]
+    pub(super) fn give(&mut self, offset: u64, fences: &Fences) -> Given {
+        if !self.uses.is_empty() && self.uses.contains_key(&offset) {
+            return Given::NotYet;
+        }
+        match self.slab_at(offset) {
+            Some(slab) => self.give_slot(slab, offset, fences),
+            None => self.give_piece(offset, fences),
+        }
+    }
+
+    /// The slab that an offset lies in.
+    #[inline(always)]
+    pub(super) fn slab_at(&self, offset: u64) -> Option<u32> {
+        let page = self.pages.index_of(offset);
+        let Use::Small(at) = self.pages.get(page)?.used_for else { return None };
+        let within = offset - self.pages.start_of(page);
+        let chunk = within >> self.geometry.chunk_bytes.trailing_zeros();
+        match self.chunk_page(at).chunks[chunk as usize] {
+            ChunkUse::Slab(slab) => Some(slab),
+            _ => None,
+        }
+    }
+
+    #[inline(always)]
+    fn give_slot(&mut self, at: u32, offset: u64, fences: &Fences) -> Given {
+        if !self.pending.is_empty() && self.pending.contains(offset) {
+            return Given::Unknown;
+        }
+        let heap = self.slab_mut(at).heap;
+        let Some(ticket) = self.stamp(heap, fences) else { return Given::NotYet };
+        let slab = self.slab_mut(at);
+        let Some(requested) = slab.give(offset, ticket.sequence()) else { return Given::Unknown };
+        let bytes = slab.slot_bytes();
+        self.after_slot(at);
+        self.count_free(Kind::Small, bytes, requested);
+        Given::Cached
+    }
+
+    /// A slot of the slab has just become free.
+    #[inline(always)]
+    fn after_slot(&mut self, at: u32) {
+        let slab = self.slab_mut(at);
+        let (heap, class, used) = (slab.heap, usize::from(slab.class), slab.used);
+        if slab.left_full() {
+            self.add_partial(heap, class, at);
+        }
+        if used == 0 && self.heap(heap).partial[class].len() > 1 {
+            self.drop_slab(at);
+        }
+    }
+
+    #[inline(always)]
+    fn give_piece(&mut self, offset: u64, fences: &Fences) -> Given {
+        let Some(live) = self.live.get(&offset) else { return Given::Unknown };
+        if live.sort == Sort::Segment {
+            return Given::Unknown;
+        }
+        let Some(ticket) = self.stamp(live.heap, fences) else { return Given::NotYet };
+        let Some(live) = self.live.remove(&offset) else { return Given::Unknown };
+        self.cache(offset, live.bytes, live.heap, live.sort, ticket.sequence());
+        self.count_free(live.sort.kind(), live.bytes, live.requested);
+        Given::Cached
+    }
+
+    /// Puts a piece that is live no more among the free ones of its heap.
+    #[inline(always)]
+    fn cache(&mut self, start: u64, bytes: u64, heap: u32, sort: Sort, mark: u64) {
+        let kind = if sort == Sort::Mid { MID } else { LARGE };
+        if kind == LARGE {
+            self.pages.remove_live(start..start + bytes);
+        }
+        let heap = self.heap_mut(heap);
+        heap.held -= 1;
+        heap.free[kind].insert(Piece { start, bytes, mark });
+    }
+
+    /// Takes a live block out to wait; from now on its address is unknown to frees. It is neither
+    /// live nor free until [`Core::put_back`].
+    pub(super) fn take_out(&mut self, offset: u64) -> Option<Waiting> {
+        let (heap, sort, bytes, requested) = match self.slab_at(offset) {
+            Some(_) if self.pending.contains(offset) => return None,
+            Some(at) => {
+                let slab = self.slab_mut(at);
+                (slab.heap, Sort::Slot(at), slab.slot_bytes(), slab.requested(offset)?)
+            }
+            None => {
+                let live = self.live.remove(&offset)?;
+                (live.heap, live.sort, live.bytes, live.requested)
+            }
+        };
+        let statistics = &mut self.statistics;
+        statistics.allocation.sub(sort.kind(), 1);
+        statistics.allocated_bytes.sub(sort.kind(), bytes);
+        statistics.requested_bytes.sub(sort.kind(), requested);
+        statistics.pending_bytes += bytes;
+        statistics.free_count += 1;
+        Some(Waiting::new(bytes, requested, heap, sort))
+    }
+
+    /// Caches a block that waits for nothing more but its own stream.
+    pub(super) fn put_back(&mut self, offset: u64, waiting: &Waiting, fences: &Fences) {
+        let Waiting { bytes, heap, sort, own, .. } = *waiting;
+        let mark = match own.slot() == self.heap(heap).index && !fences.known_passed(own) {
+            true => own.sequence(),
+            false => 0,
+        };
+        match sort {
+            Sort::Slot(at) => {
+                self.slab_mut(at).give(offset, mark);
+                self.after_slot(at);
+            }
+            _ => self.cache(offset, bytes, heap, sort, mark),
+        }
+        let statistics = &mut self.statistics;
+        statistics.active.sub(sort.kind(), 1);
+        statistics.active_bytes.sub(sort.kind(), bytes);
+        statistics.pending_bytes -= bytes;
+    }
+
+    /// An empty slab's chunk is free.
+    pub(super) fn drop_slab(&mut self, at: u32) {
+        let Some(slab) = self.slabs[at as usize].take() else { return };
+        self.vacant_slabs.push(at);
+        let heap = self.heap_mut(slab.heap);
+        heap.partial[usize::from(slab.class)].retain(|other| *other != at);
+        heap.held -= 1;
+        let ticket = heap.ticket(slab.mark);
+        if let Some((chunk_page, chunk)) = self.chunk_at(slab.base) {
+            self.free_chunk(chunk_page, chunk, ticket);
+        }
+    }
+
+    /// Changes what a page is cut into.
+    pub(super) fn turn_page(&mut self, page: u32, to: Use) {
+        let from = kind_of(self.pages.page(page).used_for);
+        let (Some(from), Some(kind)) = (from, kind_of(to)) else { return };
+        let (old, new) = self.pages.turn(page, to);
+        let bytes = self.geometry.page_bytes;
+        self.statistics.reserved_bytes.sub(from, bytes);
+        self.statistics.reserved_bytes.add(kind, bytes);
+        self.count_segments(from, old);
+        self.count_segments(kind, new);
+    }
+
+    /// The number of segments of a kind changed.
+    pub(super) fn count_segments(&mut self, kind: Kind, change: i64) {
+        match u64::try_from(change) {
+            Ok(more) => self.statistics.segment.add(kind, more),
+            Err(_) => self.statistics.segment.sub(kind, change.unsigned_abs()),
+        }
+    }
+
+    #[inline(always)]
+    pub(super) fn count_malloc(&mut self, kind: Kind, bytes: u64, requested: u64) {
+        let statistics = &mut self.statistics;
+        statistics.malloc_count += 1;
+        statistics.allocation.add(kind, 1);
+        statistics.active.add(kind, 1);
+        statistics.allocated_bytes.add(kind, bytes);
+        statistics.active_bytes.add(kind, bytes);
+        statistics.requested_bytes.add(kind, requested);
+    }
+
+    #[inline(always)]
+    pub(super) fn count_free(&mut self, kind: Kind, bytes: u64, requested: u64) {
+        let statistics = &mut self.statistics;
+        statistics.free_count += 1;
+        statistics.allocation.sub(kind, 1);
+        statistics.active.sub(kind, 1);
+        statistics.allocated_bytes.sub(kind, bytes);
+        statistics.active_bytes.sub(kind, bytes);
+        statistics.requested_bytes.sub(kind, requested);
+    }
+}

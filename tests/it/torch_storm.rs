@@ -1,0 +1,213 @@
+//! PyTorch's allocator under everything at once, by seed: blocks on several streams, recorded for
+//! others, captured, beside weights and a budget that moves. Every block's bytes are checked before
+//! it is freed, and the device checks who touches what when.
+
+use std::time::Duration;
+
+use vbar::driver::sim::SimGraph;
+use vbar::driver::{CaptureMode, Driver};
+use vbar::options::{ContextWaits, Eviction, RuntimeOptions};
+use vbar::torch::{Freed, PoolId};
+use vbar::units::{DeviceAddress, Stream};
+use vbar::{Runtime, Vbar};
+
+use crate::torch::{Random, Torch};
+use crate::world::{P, ROOMY, World, options, pattern_sum};
+
+struct Block {
+    address: u64,
+    bytes: u64,
+    seed: u64,
+    stream: Stream,
+}
+
+struct Graph {
+    graph: SimGraph,
+    id: PoolId,
+    /// What a launch adds to the word.
+    sum: u64,
+    outputs: Vec<u64>,
+}
+
+struct Storm {
+    torch: Torch,
+    random: Random,
+    streams: Vec<Stream>,
+    blocks: Vec<Block>,
+    graphs: Vec<Graph>,
+    expected: u64,
+    pools: u64,
+}
+
+impl Storm {
+    fn new(seed: u64, options: RuntimeOptions) -> Self {
+        let torch = Torch::of(World::with(ROOMY, options));
+        let mut streams = vec![torch.world.stream, Stream::DEFAULT];
+        streams.extend((0..3).map(|_| torch.world.another_stream()));
+        let (blocks, graphs) = (Vec::new(), Vec::new());
+        let random = Random(seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1);
+        Self { torch, random, streams, blocks, graphs, expected: 0, pools: 0 }
+    }
+
+    fn stream(&mut self) -> Stream {
+        self.streams[self.random.below(self.streams.len() as u64) as usize]
+    }
+
+    fn size(&mut self) -> u64 {
+        let limit = [1 << 10, 8 << 10, 60 << 10, 3 * P, 9 * P][self.random.below(5) as usize];
+        8 + self.random.below(limit) / 8 * 8
+    }
+
+    fn malloc(&mut self) {
+        let (bytes, stream, seed) = (self.size(), self.stream(), self.random.below(u64::MAX));
+        let Ok(address) = self.torch.allocator.malloc(bytes as usize, stream) else { return };
+        self.torch.write(address, bytes, seed, stream);
+        self.blocks.push(Block { address, bytes, seed, stream });
+    }
+
+    /// Sums a block, on another stream at times, and frees it.
+    fn free(&mut self) {
+        if self.blocks.is_empty() {
+            return;
+        }
+        let at = self.random.below(self.blocks.len() as u64) as usize;
+        let Block { address, bytes, seed, stream } = self.blocks.swap_remove(at);
+        let mut reader = stream;
+        if self.random.below(3) == 0 {
+            reader = self.stream();
+            let sim = &self.torch.world.sim;
+            let event = sim.event_create().unwrap();
+            sim.event_record(event, stream).unwrap();
+            sim.stream_wait_event(reader, event).unwrap();
+            sim.event_destroy(event).unwrap();
+            self.torch.allocator.record_stream(address, reader);
+        }
+        let delay = Duration::from_micros(self.random.below(60));
+        let source = DeviceAddress(address);
+        self.torch.world.sum(source, bytes, self.torch.target, delay, reader);
+        self.expected = self.expected.wrapping_add(pattern_sum(bytes, seed));
+        assert_ne!(self.torch.allocator.free(address), Freed::Unknown);
+    }
+
+    fn capture(&mut self) {
+        let stream = self.streams[2 + self.random.below(3) as usize];
+        self.pools += 1;
+        let id = match self.graphs.first() {
+            Some(graph) if self.random.below(3) == 0 => graph.id,
+            _ => PoolId(0, self.pools),
+        };
+        self.torch.allocator.begin_pool(id, Box::new(move |asked| asked == stream));
+        let sim = &self.torch.world.sim;
+        sim.begin_capture(stream, CaptureMode::Global).unwrap();
+        let (mut sum, mut outputs) = (0u64, Vec::new());
+        for _ in 0..self.random.below(6) {
+            let (bytes, seed) = (self.size(), self.random.below(u64::MAX));
+            let Ok(address) = self.torch.allocator.malloc(bytes as usize, stream) else { continue };
+            self.torch.write(address, bytes, seed, stream);
+            self.torch.sum(address, bytes, stream);
+            sum = sum.wrapping_add(pattern_sum(bytes, seed));
+            match self.random.below(3) {
+                0 => outputs.push(address),
+                _ => assert_ne!(self.torch.allocator.free(address), Freed::Unknown),
+            }
+            // Others go on meanwhile, and what is freed is looked at later.
+            if self.random.below(3) == 0 {
+                let eager = self.streams[2..].iter().find(|other| **other != stream);
+                let eager = *eager.unwrap();
+                let bytes = self.size();
+                if let Ok(address) = self.torch.allocator.malloc(bytes as usize, eager) {
+                    self.torch.write(address, bytes, 1, eager);
+                    assert_ne!(self.torch.allocator.free(address), Freed::Unknown);
+                }
+            }
+        }
+        let graph = self.torch.world.sim.end_capture(stream).expect("our calls broke the capture");
+        self.torch.allocator.end_pool(id);
+        self.graphs.push(Graph { graph, id, sum, outputs });
+    }
+
+    fn launch(&mut self) {
+        if self.graphs.is_empty() {
+            return;
+        }
+        let at = self.random.below(self.graphs.len() as u64) as usize;
+        // Graphs that share memory run in order, as PyTorch has it: all on one stream.
+        self.graphs[at].graph.launch(self.streams[0]).unwrap();
+        self.expected = self.expected.wrapping_add(self.graphs[at].sum);
+    }
+
+    fn reset(&mut self) {
+        if self.graphs.is_empty() {
+            return;
+        }
+        let at = self.random.below(self.graphs.len() as u64) as usize;
+        let Graph { graph, id, outputs, .. } = self.graphs.swap_remove(at);
+        drop(graph);
+        self.torch.allocator.release_pool(id);
+        for output in outputs {
+            assert_ne!(self.torch.allocator.free(output), Freed::Unknown);
+        }
+    }
+
+    fn step(&mut self, weights: &Vbar) {
+        let runtime: &Runtime = &self.torch.world.runtime;
+        match self.random.below(100) {
+            0..=44 => self.malloc(),
+            45..=84 => self.free(),
+            85..=90 => {
+                let first = self.random.below(40);
+                weights.prioritise().unwrap();
+                let _ = self.torch.world.touch(weights, first..first + 1 + first % 5);
+            }
+            91..=92 => runtime.set_budget(Some((20 + self.random.below(60)) * P)).unwrap(),
+            93 => self.torch.allocator.empty_cache().unwrap(),
+            94..=95 => self.capture(),
+            96..=97 => self.launch(),
+            98 => self.reset(),
+            _ => self.torch.check(),
+        }
+    }
+
+    #[track_caller]
+    fn end(mut self, weights: Vbar) {
+        while !self.graphs.is_empty() {
+            self.reset();
+        }
+        while !self.blocks.is_empty() {
+            self.free();
+        }
+        self.torch.world.sim.ctx_synchronize().unwrap();
+        assert_eq!(self.torch.world.word(self.torch.target, self.streams[0]), self.expected);
+        self.torch.allocator.empty_cache().unwrap();
+        let statistics = self.torch.allocator.statistics();
+        assert_eq!((self.torch.reserved(), statistics.pending_bytes), (0, 0));
+        assert_eq!(statistics.unknown_free, 0);
+        self.torch.check();
+        drop(weights);
+        self.torch.check_shut();
+    }
+}
+
+fn storm(seed: u64, options: RuntimeOptions) {
+    let mut storm = Storm::new(seed, options);
+    let weights = storm.torch.world.vbar(48);
+    for _ in 0..600 {
+        storm.step(&weights);
+    }
+    storm.end(weights);
+}
+
+#[test]
+fn everything_at_once_by_seed() {
+    let seeds = std::env::var("VBAR_SIM_SEEDS").ok().and_then(|count| count.parse().ok());
+    for seed in 1..=seeds.unwrap_or(12) {
+        println!("seed {seed}");
+        let eviction = [Eviction::Aliasing, Eviction::Strict][seed as usize % 2];
+        let context_waits = [ContextWaits::Allowed, ContextWaits::Never][seed as usize / 2 % 2];
+        let record_interval = Duration::from_micros([0, 50, 3_600_000_000][seed as usize % 3]);
+        let budget_bytes = Some(60 * P);
+        let options =
+            RuntimeOptions { eviction, context_waits, record_interval, budget_bytes, ..options() };
+        storm(seed, options);
+    }
+}
