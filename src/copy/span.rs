@@ -3,9 +3,9 @@
 //! What the program has in page-locked memory is read by nobody: spans of it are [`Way::Direct`],
 //! and lie between spans that are read.
 //!
-//! [`pieces`] cuts a span into reads of 1 MiB, of 2 MiB into new memory, at most; a [`SpanRead`] counts them to the end and
-//! keeps the first failure. Whoever gives a read up leaves the slot with it, which comes free with
-//! the last piece: nobody waits for a disk that does not answer.
+//! [`pieces`] cuts a span into reads of at most 1 MiB, or 2 MiB into new memory; a [`SpanRead`]
+//! counts them to the end and keeps the first failure. Whoever gives a read up leaves the slot with
+//! it, which comes free with the last piece: nobody waits for a disk that does not answer.
 //!
 //! Many threads that wait for a disk each for their own piece have it jump to and fro. So the first
 //! piece that is not in the page cache asks the system to read the whole span, in order, and all

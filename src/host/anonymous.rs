@@ -1,9 +1,9 @@
 //! Anonymous memory that begins where a huge page does.
 //!
 //! Owns one mapping of the bytes asked for, in whole pages. Memory that begins in the middle of a
-//! huge page loses that one and its last, or shares them with a neighbour: small pages instead, each
-//! touched and locked by itself. What lies behind the last whole huge page gets small ones: a huge
-//! one would be memory that nobody asked for.
+//! huge page loses that one and its last, or shares them with a neighbour: small pages instead,
+//! each touched and locked by itself. What lies behind the last whole huge page gets small ones: a
+//! huge one would be memory that nobody asked for.
 
 #![expect(unsafe_code, reason = "maps and unmaps memory, part of a mapping too")]
 
