@@ -804,6 +804,64 @@ typedef uint32_t VbarThreads;
 #endif // __cplusplus
 
 /*
+ What a piece of a segment is.
+ */
+enum VbarTorchBlockState
+#if defined(__cplusplus) || __STDC_VERSION__ >= 202311L
+  : uint32_t
+#endif // defined(__cplusplus) || __STDC_VERSION__ >= 202311L
+ {
+  /*
+   `active_allocated`.
+   */
+  VBAR_TORCH_BLOCK_STATE_ALLOCATED = 1,
+  /*
+   `active_awaiting_free`.
+   */
+  VBAR_TORCH_BLOCK_STATE_AWAITING_FREE = 2,
+  /*
+   `inactive`.
+   */
+  VBAR_TORCH_BLOCK_STATE_FREE = 3,
+};
+#ifndef __cplusplus
+#if __STDC_VERSION__ >= 202311L
+typedef enum VbarTorchBlockState VbarTorchBlockState;
+#else
+typedef uint32_t VbarTorchBlockState;
+#endif // __STDC_VERSION__ >= 202311L
+#endif // __cplusplus
+
+/*
+ How a request that cannot be served is told to PyTorch.
+ */
+enum VbarTorchRaise
+#if defined(__cplusplus) || __STDC_VERSION__ >= 202311L
+  : uint32_t
+#endif // defined(__cplusplus) || __STDC_VERSION__ >= 202311L
+ {
+  /*
+   By NULL and `vbar_last_message`: PyTorch's libraries are not loaded.
+   */
+  VBAR_TORCH_RAISE_NOTHING = 1,
+  /*
+   As `RuntimeError`: `c10::OutOfMemoryError` was not found in PyTorch's libraries.
+   */
+  VBAR_TORCH_RAISE_RUNTIME_ERROR = 2,
+  /*
+   As `torch.OutOfMemoryError`.
+   */
+  VBAR_TORCH_RAISE_OUT_OF_MEMORY_ERROR = 3,
+};
+#ifndef __cplusplus
+#if __STDC_VERSION__ >= 202311L
+typedef enum VbarTorchRaise VbarTorchRaise;
+#else
+typedef uint32_t VbarTorchRaise;
+#endif // __STDC_VERSION__ >= 202311L
+#endif // __cplusplus
+
+/*
  What the CPU waited for: an index of `VbarStatistics::waits`.
  */
 enum VbarWaitKind
@@ -1576,6 +1634,226 @@ typedef struct VbarStatistics {
   uint64_t locked_registered_bytes;
 } VbarStatistics;
 
+/*
+ A graph pool, PyTorch's `MempoolId_t`.
+ */
+typedef struct VbarTorchPool {
+  /*
+   Its first number.
+   */
+  uint64_t first;
+  /*
+   Its second number.
+   */
+  uint64_t second;
+} VbarTorchPool;
+
+/*
+ One number over time.
+ */
+typedef struct VbarTorchStat {
+  /*
+   Now.
+   */
+  uint64_t current;
+  /*
+   The most since the start or the last `vbar_torch_reset_peaks`.
+   */
+  uint64_t peak;
+  /*
+   All that was added since the start or the last `vbar_torch_reset_accumulated`.
+   */
+  uint64_t allocated;
+  /*
+   All that was taken off since then.
+   */
+  uint64_t freed;
+} VbarTorchStat;
+
+/*
+ A number of all requests, of small ones and of large ones.
+ */
+typedef struct VbarTorchPoolStat {
+  /*
+   All.
+   */
+  struct VbarTorchStat all;
+  /*
+   Small requests.
+   */
+  struct VbarTorchStat small_pool;
+  /*
+   Large requests.
+   */
+  struct VbarTorchStat large_pool;
+} VbarTorchPoolStat;
+
+/*
+ What PyTorch's allocator of a device counts. Names are the keys of `torch.cuda.memory_stats`.
+ */
+typedef struct VbarTorchStatistics {
+  /*
+   `sizeof(VbarTorchStatistics)`, set by the caller.
+   */
+  size_t size;
+  /*
+   Live blocks.
+   */
+  struct VbarTorchPoolStat allocation;
+  /*
+   Runs of neighbouring pages that are mapped.
+   */
+  struct VbarTorchPoolStat segment;
+  /*
+   Live blocks, and those that were freed and wait for streams.
+   */
+  struct VbarTorchPoolStat active;
+  /*
+   Free pieces of pages that are partly used.
+   */
+  struct VbarTorchPoolStat inactive_split;
+  /*
+   Bytes of live blocks, rounded up as they are.
+   */
+  struct VbarTorchPoolStat allocated_bytes;
+  /*
+   Bytes of mapped pages.
+   */
+  struct VbarTorchPoolStat reserved_bytes;
+  /*
+   Bytes of `active`.
+   */
+  struct VbarTorchPoolStat active_bytes;
+  /*
+   Bytes of `inactive_split`.
+   */
+  struct VbarTorchPoolStat inactive_split_bytes;
+  /*
+   Bytes of live blocks, as they were asked for.
+   */
+  struct VbarTorchPoolStat requested_bytes;
+  /*
+   Requests that were searched for again after memory was given back.
+   */
+  uint64_t alloc_retry_count;
+  /*
+   Requests that ended out of memory.
+   */
+  uint64_t oom_count;
+  /*
+   Times that all streams were waited for.
+   */
+  uint64_t sync_all_streams_count;
+  /*
+   Pages mapped.
+   */
+  uint64_t device_alloc_count;
+  /*
+   Pages given back.
+   */
+  uint64_t device_free_count;
+  /*
+   Requests of at least one byte: 0 while PyTorch allocates elsewhere.
+   */
+  uint64_t malloc_count;
+  /*
+   Frees that were served.
+   */
+  uint64_t free_count;
+  /*
+   Frees of an address that no live block begins at; NULL is none.
+   */
+  uint64_t unknown_free_count;
+  /*
+   Bytes in blocks that were freed and wait for streams or for the end of a capture.
+   */
+  uint64_t pending_bytes;
+  /*
+   Bytes of the pages of graph pools.
+   */
+  uint64_t pool_bytes;
+  /*
+   Bytes of mapped pages that cached blocks may keep before weights are evicted.
+   */
+  uint64_t reserve_bytes;
+  /*
+   Bytes that the driver calls free.
+   */
+  uint64_t device_free_bytes;
+  /*
+   The whole device, in bytes.
+   */
+  uint64_t device_total_bytes;
+  /*
+   Bytes of frames that no page has: theirs who ask first.
+   */
+  uint64_t free_frame_bytes;
+  /*
+   The part of the device's memory that PyTorch may hold, 0 to 1.
+   */
+  double memory_fraction;
+} VbarTorchStatistics;
+
+/*
+ Neighbouring pages that are mapped, of one kind and pool.
+ */
+typedef struct VbarTorchSegment {
+  /*
+   Its first byte.
+   */
+  uint64_t address;
+  /*
+   Its length in bytes, whole pages.
+   */
+  uint64_t bytes;
+  /*
+   The stream that its first piece was used on last; `VBAR_STREAM_NONE` when none is known.
+   */
+  VbarStream stream;
+  /*
+   The graph pool; both 0 for the ordinary one.
+   */
+  struct VbarTorchPool pool;
+  /*
+   Its pieces, in order of address; they cover it.
+   */
+  uint64_t block_count;
+  /*
+   1 when it serves small requests, else 0.
+   */
+  uint32_t small;
+  /*
+   0.
+   */
+  uint32_t reserved;
+} VbarTorchSegment;
+
+/*
+ A piece of a segment.
+ */
+typedef struct VbarTorchBlock {
+  /*
+   Its first byte.
+   */
+  uint64_t address;
+  /*
+   Its length in bytes, rounded up as it is.
+   */
+  uint64_t bytes;
+  /*
+   As it was asked for; 0 of a free piece.
+   */
+  uint64_t requested_bytes;
+  /*
+   A `VbarTorchBlockState`.
+   */
+  uint32_t state;
+  /*
+   0.
+   */
+  uint32_t reserved;
+} VbarTorchBlock;
+
 #ifdef __cplusplus
 extern "C" {
 #endif // __cplusplus
@@ -2143,6 +2421,149 @@ void vbar_dlpack_capsule_destructor(void *capsule);
  `statistics` is NULL or points to as many bytes as its size field says.
  */
 VbarStatus vbar_device_statistics(struct VbarDevice device, struct VbarStatistics *statistics);
+
+/*
+ Memory for a tensor: `alloc_fn` of `CUDAPluggableAllocator`. NULL for no bytes. Throws
+ `torch.OutOfMemoryError` when nothing is left to give back, `RuntimeError` for all else; NULL,
+ and the thread's last message, where PyTorch is not loaded. Opens the device on first use.
+ Thread-safe.
+ */
+void *vbar_torch_malloc(size_t size, int32_t device, VbarStream stream);
+
+/*
+ Gives a tensor's memory back: `free_fn` of `CUDAPluggableAllocator`. Work that was enqueued on
+ the stream that it was allocated for may still use it. Only the address is looked at, and
+ `device` for the one that counts an address that is nobody's. Does nothing for NULL, in the
+ child of a fork and while the process ends. Never throws. Thread-safe.
+ */
+void vbar_torch_free(void *pointer, size_t size, int32_t device, VbarStream stream);
+
+/*
+ `init_fn` of `CUDAPluggableAllocator`: PyTorch has found its devices; it is called with 0 when
+ the allocator is made, before that. Devices are opened when they are first used. Thread-safe.
+ */
+void vbar_torch_init(int32_t device_count);
+
+/*
+ `reset_fn` of `CUDAPluggableAllocator`, behind `torch.cuda.empty_cache`: gives cached memory of
+ all devices back to the driver, waiting for the work that used it, and delivers messages of
+ calls of PyTorch's. Throws `RuntimeError`. Thread-safe.
+ */
+void vbar_torch_reset(void);
+
+/*
+ `memory_fraction_fn` of `CUDAPluggableAllocator`: the part of the device's memory that PyTorch
+ may hold, 0 to 1. Throws `RuntimeError`. Thread-safe.
+ */
+void vbar_torch_memory_fraction(double fraction, int32_t device);
+
+/*
+ `base_alloc_fn` of `CUDAPluggableAllocator`: the block that an address lies in, and its length
+ in bytes. An address that is in none is its own, and the length stays. Never throws.
+ Thread-safe.
+ `size` is NULL or can be written to.
+ */
+void *vbar_torch_base_alloc(void *pointer, size_t *size);
+
+/*
+ `record_stream_fn` of `CUDAPluggableAllocator`: the block at an address is used on `stream` too,
+ and is not given out again before the work there is done. NULL and addresses of others are
+ ignored. Throws `RuntimeError`. Thread-safe.
+ */
+void vbar_torch_record_stream(void *pointer, VbarStream stream);
+
+/*
+ `begin_allocate_to_pool` of `CUDAPluggableAllocator`, at the beginning of a capture: from now on
+ what is allocated for streams that `filter` admits comes from a pool of its own, which keeps its
+ memory until it is released. `filter` is what C++ passes for a
+ `std::function<bool(cudaStream_t)>` by value, of libstdc++: it is moved from, and kept until the
+ pool is ended. Throws `RuntimeError`. Thread-safe.
+ `filter` is NULL or such an object, which any thread may call, one at a time.
+ */
+void vbar_torch_begin_pool(int32_t device, struct VbarTorchPool pool, void *filter);
+
+/*
+ `end_allocate_to_pool_fn` of `CUDAPluggableAllocator`, at the end of a capture. When it returns
+ the pool's filter was destroyed. Never throws. Thread-safe.
+ */
+void vbar_torch_end_pool(int32_t device, struct VbarTorchPool pool);
+
+/*
+ `release_pool` of `CUDAPluggableAllocator`: a graph is gone. After as many releases as there
+ were beginnings the pool's memory is ordinary again as its tensors die. Never throws.
+ Thread-safe.
+ */
+void vbar_torch_release_pool(int32_t device, struct VbarTorchPool pool);
+
+/*
+ Memory for a pool of PyTorch's own caching allocator (`torch.cuda.MemPool`): `alloc_fn` of the
+ allocator that the pool is made with. NULL, and the thread's last message, when there is none:
+ PyTorch then gives back what it can, and asks again or raises. Never throws. Thread-safe.
+ */
+void *vbar_torch_segment_malloc(size_t size, int32_t device, VbarStream stream);
+
+/*
+ Gives such memory back: `free_fn` of that allocator. The pages go when the work that was
+ enqueued on the device before is done. As `vbar_torch_free` otherwise. Thread-safe.
+ */
+void vbar_torch_segment_free(void *pointer, size_t size, int32_t device, VbarStream stream);
+
+/*
+ Says how devices are opened that PyTorch allocates on from now on, and changes what can be
+ changed of those that it allocates on already. Zeros are the defaults, but that a device which
+ is open keeps its page size; a context or an ordinal may not be given. Not needed: what a device
+ is opened with on first use is what `vbar_device_open` with no driver named would, with no waits
+ for the whole context. Statuses: those of `vbar_device_open`. Thread-safe.
+ `options` is NULL or points to as many bytes as its size field says.
+ */
+VbarStatus vbar_torch_configure(const struct VbarDeviceOptions *options);
+
+/*
+ An id of the device that PyTorch allocates on, by PyTorch's number, opening it as the first
+ allocation would. Close it as any other. Statuses: those of `vbar_device_open`. Thread-safe.
+ `device` is NULL or can be written to.
+ */
+VbarStatus vbar_torch_device(int32_t ordinal, struct VbarDevice *device);
+
+/*
+ Tells how a request that cannot be served is told to PyTorch, a `VbarTorchRaise`, as far as its
+ libraries are loaded now. Statuses: the common ones. Thread-safe.
+ `raise` is NULL or can be written to.
+ */
+VbarStatus vbar_torch_raise(uint32_t *raise);
+
+/*
+ Tells what PyTorch's allocator of a device counts, opening the device as an allocation would.
+ Statuses: those of `vbar_device_open`. Thread-safe.
+ `statistics` is NULL or points to as many bytes as its size field says.
+ */
+VbarStatus vbar_torch_statistics(int32_t ordinal, struct VbarTorchStatistics *statistics);
+
+/*
+ Makes every `peak` what is `current`. Statuses: those of `vbar_device_open`. Thread-safe.
+ */
+VbarStatus vbar_torch_reset_peaks(int32_t ordinal);
+
+/*
+ Makes every `allocated` and `freed`, and the counts that only grow, 0. Statuses: those of
+ `vbar_device_open`. Thread-safe.
+ */
+VbarStatus vbar_torch_reset_accumulated(int32_t ordinal);
+
+/*
+ Tells all segments of a device and, one segment's after the other's, their pieces: as many as
+ there is room for, and how many there are. When there are more than room, make room and ask
+ again: each call looks anew. Statuses: those of `vbar_device_open`. Thread-safe.
+ The arrays have room for as many as is said, NULL for none; the counts are NULL or can be
+ written to.
+ */
+VbarStatus vbar_torch_snapshot(int32_t ordinal,
+                               struct VbarTorchSegment *segments,
+                               size_t segment_capacity,
+                               size_t *segment_count,
+                               struct VbarTorchBlock *blocks,
+                               size_t block_capacity,
+                               size_t *block_count);
 
 #ifdef __cplusplus
 }  // extern "C"

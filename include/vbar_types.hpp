@@ -163,6 +163,19 @@ enum class WaitKind : std::uint32_t {
     register_ = VBAR_WAIT_KIND_REGISTER,
 };
 
+// How a request that cannot be served is told to PyTorch.
+enum class TorchRaise : std::uint32_t {
+    nothing = VBAR_TORCH_RAISE_NOTHING,
+    runtime_error = VBAR_TORCH_RAISE_RUNTIME_ERROR,
+    out_of_memory_error = VBAR_TORCH_RAISE_OUT_OF_MEMORY_ERROR,
+};
+
+enum class TorchBlockState : std::uint32_t {
+    allocated = VBAR_TORCH_BLOCK_STATE_ALLOCATED,
+    awaiting_free = VBAR_TORCH_BLOCK_STATE_AWAITING_FREE,
+    free = VBAR_TORCH_BLOCK_STATE_FREE,
+};
+
 enum class LogLevel : std::uint32_t {
     off = VBAR_LOG_LEVEL_OFF,
     error = VBAR_LOG_LEVEL_ERROR,

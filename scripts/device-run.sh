@@ -5,7 +5,7 @@
 #
 #   MODEL_BYTES=16G BUDGET=8G MODEL=/tmp/vbar-model.safetensors ./device-run.sh [PART...]
 #
-# The parts are suite, programs, python, bench, stream and model; without a name, all of them.
+# The parts are suite, programs, python, torch, bench, stream and model; without a name, all of them.
 set -uo pipefail
 cd "$(dirname "$0")"
 model_bytes=${MODEL_BYTES:-16G}
@@ -82,6 +82,11 @@ python() {
     step 200 python3 -u tests/python/test_gpu.py
 }
 
+# PyTorch on vbar's allocator. Some of it compares with PyTorch's own, which takes its time.
+torch() {
+    step 560 python3 -u tests/python/test_torch_gpu.py
+}
+
 bench() {
     step 60 env VBAR_BENCH_LIBRARY="$VBAR_LIBRARY" ./c_abi
     step 120 ./faults
@@ -102,12 +107,12 @@ model() {
 }
 
 parts=("$@")
-[ "${#parts[@]}" -gt 0 ] || parts=(suite programs python bench stream model)
+[ "${#parts[@]}" -gt 0 ] || parts=(suite programs python torch bench stream model)
 for part in "${parts[@]}"; do
     case $part in
-    suite | programs | python | bench | stream | model) ;;
+    suite | programs | python | torch | bench | stream | model) ;;
     *)
-        echo "== there is no part $part: suite, programs, python, bench, stream, model" >&2
+        echo "== there is no part $part: suite, programs, python, torch, bench, stream, model" >&2
         exit 2
         ;;
     esac

@@ -83,6 +83,13 @@ impl Stream {
         self == Self::NONE
     }
 
+    /// Whether this is the default stream of the calling thread's current context.
+    #[inline(always)]
+    #[must_use]
+    pub fn is_default(self) -> bool {
+        self.0 <= 1
+    }
+
     /// Whether the handle's meaning depends on the calling thread's current context.
     #[must_use]
     pub fn is_implicit(self) -> bool {

@@ -10,6 +10,8 @@ mod made;
 mod programs;
 #[path = "abi/sources.rs"]
 mod sources;
+#[path = "abi/torch.rs"]
+mod torch;
 
 use std::collections::BTreeSet;
 use std::process::Command;

@@ -1,7 +1,7 @@
 //! The Python package against the library that cargo built, on the simulated device.
 //!
 //! Each file of `tests/python` is a test here. Those that need more than Python have a target of
-//! their own: `test_gpu.py` a GPU, `check_wheel.py` a wheel.
+//! their own: `test_gpu.py` and `test_torch_gpu.py` a GPU, `check_wheel.py` a wheel.
 
 #![expect(clippy::unwrap_used, reason = "in a test a panic is the report")]
 
@@ -65,6 +65,8 @@ files! {
     test_shared
     test_signals
     test_sim
+    test_torch_install
+    test_torch_plug
 }
 
 #[test]
@@ -72,6 +74,6 @@ fn every_file_of_tests_is_run() {
     let folder = std::fs::read_dir(root().join("tests/python")).unwrap();
     let names = folder.map(|entry| entry.unwrap().file_name().into_string().unwrap());
     let found: BTreeSet<String> =
-        names.filter(|name| name.starts_with("test_") && name != "test_gpu.py").collect();
+        names.filter(|name| name.starts_with("test_") && !name.ends_with("_gpu.py")).collect();
     assert_eq!(found, FILES.iter().map(ToString::to_string).collect());
 }

@@ -24,6 +24,7 @@ fn the_smallest_programs_are_those_that_run() {
         ("cpp", "examples/smallest.cpp"),
         ("python", "examples/smallest.py"),
         ("rust no_run", "examples/smallest.rs"),
+        ("py", "examples/torch_tensors.py"),
     ] {
         assert!(block(&readme, language) == read(file), "README.md: its {language} is not {file}");
     }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from typing import TYPE_CHECKING, Any, Iterable, SupportsIndex
+from typing import TYPE_CHECKING, Any, Callable, Iterable, SupportsIndex
 
 from . import _abi, _library
 from ._call import call, text_of
@@ -99,27 +99,30 @@ class Device(Closeable):
         wait_timeout: float | None = None,
         staging_slots: int | None = None,
     ) -> None:
-        lib = _library.load()
-        options = _abi.DeviceOptions(
-            size=ctypes.sizeof(_abi.DeviceOptions),
-            driver=None if driver is None else c_text(driver, "driver"),
-            ordinal=unsigned(ordinal, "ordinal", _U32_MAX),
-            threads=_threads_option(threads),
-            budget_bytes=_given(budget, "budget"),
-            headroom_bytes=_headroom_option(headroom),
-            page_bytes=_given(page_size, "page_size"),
-            context=None if context is None else unsigned(context, "context"),
-            eviction=Eviction(eviction),
-            context_waits=ContextWaits(context_waits),
-            poison=_abi.POISON_ON if poison else _abi.POISON_OFF,
-            host_mapped=_abi.HOST_MAPPED_ON if host_mapped else _abi.HOST_MAPPED_OFF,
-            prefer=_prefer_option(prefer),
-            host_allowance_bytes=_allowance_option(host_allowance),
-            wait_timeout_ms=_time_option(wait_timeout),
-            staging_slot_count=_count_option(staging_slots, "staging_slots"),
+        options = options_of(
+            driver=driver,
+            ordinal=ordinal,
+            budget=budget,
+            headroom=headroom,
+            page_size=page_size,
+            threads=threads,
+            context=context,
+            eviction=eviction,
+            context_waits=context_waits,
+            poison=poison,
+            host_mapped=host_mapped,
+            prefer=prefer,
+            host_allowance=host_allowance,
+            wait_timeout=wait_timeout,
+            staging_slots=staging_slots,
         )
+        self._open(_library.load().vbar_device_open, options, of_torch=context is None)
+
+    def _open(self, function: Callable[..., int], *arguments: Any, of_torch: bool) -> None:
+        """Takes an id from the function that makes one."""
+        lib = _library.load()
         self._lib, self._owned = lib, Owned(lib.vbar_device_close)
-        self._id = self._owned.open(lib.vbar_device_open, options)
+        self._id = self._owned.open(function, *arguments)
         try:
             self._info = self._read_info()
         except BaseException:
@@ -129,8 +132,15 @@ class Device(Closeable):
         #: Number of the device in its driver.
         self.ordinal = self._info.ordinal
         # Torch's streams are of the primary context of a real device.
-        of_torch = context is None and not self._info.simulated
-        self._torch_ordinal: int | None = self.ordinal if of_torch else None
+        is_torchs = of_torch and not self._info.simulated
+        self._torch_ordinal: int | None = self.ordinal if is_torchs else None
+
+    @classmethod
+    def _made_by(cls, function: Callable[..., int], *arguments: Any) -> Device:
+        """A device that another function than ``vbar_device_open`` gives an id of."""
+        made = cls.__new__(cls)
+        made._open(function, *arguments, of_torch=True)
+        return made
 
     def __repr__(self) -> str:
         return f"<vbar.Device {self.ordinal}: {self._info.name} ({self._info.driver})>"
@@ -330,6 +340,45 @@ class Device(Closeable):
             name=text_of(info.name),
             driver=text_of(info.driver),
         )
+
+
+def options_of(
+    *,
+    driver: str | None = None,
+    ordinal: int = 0,
+    budget: Size | None = None,
+    headroom: Size | None = None,
+    page_size: Size | None = None,
+    threads: bool | None = True,
+    context: SupportsIndex | None = None,
+    eviction: Eviction = Eviction.ALIASING,
+    context_waits: ContextWaits = ContextWaits.NEVER,
+    poison: bool = False,
+    host_mapped: bool = False,
+    prefer: Prefer | str = Prefer.AUTO,
+    host_allowance: Size | None = None,
+    wait_timeout: float | None = None,
+    staging_slots: int | None = None,
+) -> _abi.DeviceOptions:
+    """The options of :class:`Device`, as the library wants them."""
+    return _abi.DeviceOptions(
+        size=ctypes.sizeof(_abi.DeviceOptions),
+        driver=None if driver is None else c_text(driver, "driver"),
+        ordinal=unsigned(ordinal, "ordinal", _U32_MAX),
+        threads=_threads_option(threads),
+        budget_bytes=_given(budget, "budget"),
+        headroom_bytes=_headroom_option(headroom),
+        page_bytes=_given(page_size, "page_size"),
+        context=None if context is None else unsigned(context, "context"),
+        eviction=Eviction(eviction),
+        context_waits=ContextWaits(context_waits),
+        poison=_abi.POISON_ON if poison else _abi.POISON_OFF,
+        host_mapped=_abi.HOST_MAPPED_ON if host_mapped else _abi.HOST_MAPPED_OFF,
+        prefer=_prefer_option(prefer),
+        host_allowance_bytes=_allowance_option(host_allowance),
+        wait_timeout_ms=_time_option(wait_timeout),
+        staging_slot_count=_count_option(staging_slots, "staging_slots"),
+    )
 
 
 def _given(size: Size | None, what: str) -> int:

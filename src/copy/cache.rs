@@ -73,6 +73,8 @@ pub(super) struct WindowLease {
     pub(super) pad: usize,
     /// Whether the span's bytes are in it.
     is_filled: bool,
+    /// It was made for the span, and is to be registered.
+    pub(super) is_new: bool,
     /// When its last copy is done.
     ticket: Ticket,
 }
@@ -107,22 +109,27 @@ impl Cache {
         Some(self.lease(key, window, pad, true, ticket))
     }
 
-    /// A window for a span that is to be read: an idle one, or a new one that is not registered
-    /// yet. `None` where there may be no more.
-    pub(super) fn window_for(self: &Arc<Self>, key: Key) -> Option<WindowLease> {
+    /// A window without use for a span that is to be read: it is registered, and costs nothing.
+    pub(super) fn idle_window_for(self: &Arc<Self>, key: Key) -> Option<WindowLease> {
         let mut state = self.state.lock();
         if state.lent.contains_key(&key) {
             return None;
         }
-        let ready = state.idle.iter().position(|idle| self.has_passed(idle.ticket));
-        let window = match ready.map(|at| state.idle.swap_remove(at)) {
-            Some(Idle { window, .. }) => window,
-            None => {
-                let window = self.map_window()?;
-                state.window_count += 1;
-                window
-            }
-        };
+        let ready = state.idle.iter().position(|idle| self.has_passed(idle.ticket))?;
+        let Idle { window, .. } = state.idle.swap_remove(ready);
+        state.lent.insert(key, false);
+        Some(self.lease(key, window, 0, false, Ticket::NONE))
+    }
+
+    /// A new window for a span that is to be read, which is not registered yet. `None` where there
+    /// may be no more.
+    pub(super) fn new_window_for(self: &Arc<Self>, key: Key) -> Option<WindowLease> {
+        let mut state = self.state.lock();
+        if state.lent.contains_key(&key) {
+            return None;
+        }
+        let window = self.map_window()?;
+        state.window_count += 1;
         state.lent.insert(key, false);
         Some(self.lease(key, window, 0, false, Ticket::NONE))
     }
@@ -148,7 +155,8 @@ impl Cache {
         ticket: Ticket,
     ) -> WindowLease {
         let cache = Arc::clone(self);
-        WindowLease { cache, key, window: Some(window), pad, is_filled, ticket }
+        let is_new = !window.is_locked();
+        WindowLease { cache, key, window: Some(window), pad, is_filled, is_new, ticket }
     }
 
     /// No new windows from now on. Returns whether that is news.

@@ -16,6 +16,7 @@ use std::time::{Duration, Instant};
 use crate::copy::cache::{Cache, Key, Surplus};
 use crate::copy::gpu_clock::GpuClock;
 use crate::copy::host_copies::HostCopies;
+use crate::copy::pace::Pace;
 use crate::copy::pipeline::Pipeline;
 use crate::copy::readers::Readers;
 use crate::copy::registered::Registered;
@@ -29,6 +30,7 @@ use crate::host::locked::{self, LockedSlot};
 use crate::host::mounts::SystemRoot;
 use crate::host::reading::Reading;
 use crate::host::room::LockedRoom;
+use crate::model::placement::PassMeasured;
 use crate::options::{Prefer, Threads};
 use crate::outcome::WaitKind;
 use crate::process;
@@ -55,7 +57,7 @@ pub enum Keep {
     /// They come once, or the page stays resident.
     #[default]
     No,
-    /// They come again and again: they stay in page-locked memory if there is room.
+    /// They come again and again: they move into page-locked memory if there is room, at a pace.
     Locked,
 }
 
@@ -104,6 +106,7 @@ pub struct Filler {
     pub(super) staging: Staging,
     pub(super) cache: Arc<Cache>,
     pub(super) registered: Registered,
+    pub(super) pace: Pace,
     pub(super) stream: Stream,
     room: Arc<LockedRoom>,
     pub(super) slot: StreamSlot,
@@ -157,6 +160,7 @@ impl Filler {
         let filler = Self {
             staging,
             registered,
+            pace: Pace::default(),
             cache: Arc::new(cache),
             stream,
             room,
@@ -204,6 +208,18 @@ impl Filler {
     #[must_use]
     pub fn link_ns_per_mib(&self) -> Option<u64> {
         self.clock.link_ns_per_mib()
+    }
+
+    /// So many pages stream a cycle from now on: of those that come from memory a few a cycle move
+    /// into the page-locked cache. Before the first call all that may be kept does at once.
+    pub fn pace(&self, pages: u64) {
+        let parts = self.device.options.page_size.bytes().div_ceil(self.part_bytes());
+        self.pace.set_spans(pages.saturating_mul(parts));
+    }
+
+    /// Cycles take other times from now on.
+    pub fn forget_times(&self) {
+        self.pace.forget_times();
     }
 
     /// Starts the threads that read, or stops them after what they have begun. Without them the
@@ -306,10 +322,11 @@ impl Filler {
         self.host_copies.is_leaving(bar)
     }
 
-    /// A pass of the program has ended: the housekeeping may give a few windows back although
-    /// others stream.
-    pub fn note_pass_end(&self) {
+    /// A pass of the program has ended, which came to this where it was measured: the housekeeping
+    /// may give a few windows back although others stream, and the pace is that of the next one.
+    pub fn note_pass_end(&self, pass: Option<PassMeasured>) {
         self.pass_ended.store(true, Relaxed);
+        self.pace.end_cycle(pass);
     }
 
     /// Gives page-locked memory back where it is time to: what is held above the allowance, where

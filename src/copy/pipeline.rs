@@ -1,7 +1,8 @@
 //! The way of a batch of fills: sources chosen, reads under way ahead of the copies, which are in
 //! order.
 //!
-//! A span begins when it has a place: its window in the cache, a new window, or a slot of the ring.
+//! A span begins when it has a place: its window in the cache, a new window where the pace lets it
+//! have one or it comes from the disk, or a slot of the ring.
 //! Its reading is handed to the threads, or done at once where there are none. The oldest span is
 //! ended first: its read is waited for, its files are compared with what they were, its copy is
 //! enqueued, and its place goes back with the fence's ticket. Whoever waits for a slot has none
@@ -14,12 +15,13 @@ use std::time::Duration;
 use crate::copy::cache::{Key, WindowLease};
 use crate::copy::fill::{FillJob, Filler, Keep, register};
 use crate::copy::gpu_clock::CopyTold;
+use crate::copy::pace::Came;
+use crate::copy::place::Place;
 use crate::copy::readers::Readers;
 use crate::copy::registered::Copied;
 use crate::copy::span::{
-    After, FileSource, Origin, PieceRead, Span, SpanRead, Way, direct_copies, pieces,
+    After, Cut, FileSource, Origin, PieceRead, Span, SpanRead, Way, direct_copies, pieces,
 };
-use crate::copy::staging::StagingSlot;
 use crate::counters;
 use crate::driver::{DriverCode, DriverError, DriverResult};
 use crate::error::{Error, ErrorCode, Result};
@@ -68,12 +70,6 @@ enum Begun {
     Failed(Error),
 }
 
-/// Where bytes are read to.
-enum Place {
-    Slot(StagingSlot),
-    Window(WindowLease),
-}
-
 /// Whether a span must have a place now.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Hurry {
@@ -81,15 +77,6 @@ enum Hurry {
     Yes,
     /// Others are under way.
     No,
-}
-
-impl Place {
-    fn memory(&mut self) -> &mut LockedSlot {
-        match self {
-            Self::Slot(slot) => slot.memory(),
-            Self::Window(window) => window.memory(),
-        }
-    }
 }
 
 impl<'a> Pipeline<'a> {
@@ -178,7 +165,10 @@ impl<'a> Pipeline<'a> {
             let Some(span) = self.next_span() else { return };
             let hurry = if self.begun.is_empty() { hurry } else { Hurry::No };
             match self.begin(&span, hurry) {
-                Ok(Some(begun)) => self.begun.push_back((span, begun)),
+                Ok(Some(begun)) => {
+                    self.note_pace(&span, &begun);
+                    self.begun.push_back((span, begun));
+                }
                 Ok(None) => return self.spans.push_front(span),
                 Err(error) => self.begun.push_back((span, Begun::Failed(error))),
             }
@@ -215,7 +205,7 @@ impl<'a> Pipeline<'a> {
             if job.keep == Keep::Locked
                 && self.readers.is_some()
                 && !self.is_left_in_page_cache(span)
-                && let Some(window) = filler.cache.window_for(key)
+                && let Some(window) = self.window_for(span, key)
             {
                 return self.read(span, &job.bound, Place::Window(window)).map(Some);
             }
@@ -256,6 +246,25 @@ impl<'a> Pipeline<'a> {
         filler.registered.claims(file, filler.prefer(bound), || filler.fits(bound))
     }
 
+    /// The window that a span moves into, if it may now.
+    fn window_for(&self, span: &Span, key: Key) -> Option<WindowLease> {
+        let (filler, bound) = (self.filler, &self.jobs[span.job].bound);
+        let may_be_new =
+            || filler.pace.is_due() || span.comes_from_disk(bound, filler.reading(bound));
+        let idle = filler.cache.idle_window_for(key);
+        idle.or_else(|| may_be_new().then(|| filler.cache.new_window_for(key))?)
+    }
+
+    /// A span that may be kept has begun.
+    fn note_pace(&self, span: &Span, begun: &Begun) {
+        let is_kept = self.jobs[span.job].keep == Keep::Locked && self.readers.is_some();
+        if span.way == Way::Read && is_kept && !span.segments.is_empty() {
+            let is_new = matches!(begun, Begun::Reading { place, .. } if place.is_untouched());
+            let came = if is_new { Came::Promoted } else { Came::AsBefore };
+            self.filler.pace.note_span(came);
+        }
+    }
+
     /// Has a span read to its place.
     fn read(&self, span: &Span, bound: &Arc<Bound>, mut place: Place) -> Result<Begun> {
         let device = &self.filler.device;
@@ -271,7 +280,8 @@ impl<'a> Pipeline<'a> {
                 Some(self.after(span, bound, window))
             }
         };
-        let pieces = pieces(span, pad);
+        let cut = if place.is_untouched() { Cut::InMemory } else { Cut::InFile };
+        let pieces = pieces(span, pad, cut);
         let origins = pieces.iter().map(|piece| Origin::of(bound.source(piece.file)));
         let origins = origins.collect::<Result<Vec<_>>>()?;
         let parts = place.memory().lend(pieces.iter().map(|piece| piece.place.clone()));
@@ -432,7 +442,12 @@ impl<'a> Pipeline<'a> {
                     Err(_) => window.leak(),
                 }
             }
-            Place::Window(window) if copied.is_ok() => window.keep(free_at),
+            Place::Window(window) if copied.is_ok() => {
+                if window.is_new && read.disk_bytes() == 0 {
+                    self.filler.pace.note_window(end.time);
+                }
+                window.keep(free_at);
+            }
             Place::Window(window) => window.discard(free_at),
         }
         copied
@@ -548,7 +563,7 @@ impl<'a> Pipeline<'a> {
         let reading = filler.reading(bound);
         let base = self.jobs[span.job].base.offset(span.bytes.start);
         let mut memory = PageableMemory::new(&device.driver, PAGEABLE_BYTES.min(span.len()));
-        for piece in pieces(span, 0) {
+        for piece in pieces(span, 0, Cut::InFile) {
             let origin = Origin::of(bound.source(piece.file))?;
             let (mut source, mut place) = (piece.source, piece.place);
             while !place.is_empty() {

@@ -3,7 +3,7 @@
 //! What the program has in page-locked memory is read by nobody: spans of it are [`Way::Direct`],
 //! and lie between spans that are read.
 //!
-//! [`pieces`] cuts a span into reads of at most 1 MiB; a [`SpanRead`] counts them to the end and
+//! [`pieces`] cuts a span into reads of 1 MiB, of 2 MiB into new memory, at most; a [`SpanRead`] counts them to the end and
 //! keeps the first failure. Whoever gives a read up leaves the slot with it, which comes free with
 //! the last piece: nobody waits for a disk that does not answer.
 //!
@@ -11,12 +11,14 @@
 //! piece that is not in the page cache asks the system to read the whole span, in order, and all
 //! of them wait for that.
 
+use std::cell::OnceCell;
 use std::ops::Range;
-use std::sync::Arc;
-use std::time::Duration;
+use std::sync::{Arc, OnceLock};
+use std::time::{Duration, Instant};
 
 use crate::counters::{self, Sources};
 use crate::error::{Error, ErrorCode, Result};
+use crate::host::anonymous::HUGE_PAGE_BYTES;
 use crate::host::bound::{Bound, Source};
 use crate::host::file_pages::WINDOW_BYTES_MAX;
 use crate::host::locked::LentPart;
@@ -28,7 +30,7 @@ use crate::process;
 use crate::sync::device::Device;
 use crate::sync::{AtomicBool, AtomicU64, Condvar, Mutex, Once, Relaxed};
 use crate::trace::{self, Kind};
-use crate::units::{MIB, align_up};
+use crate::units::MIB;
 
 /// Bytes of one read: enough to be quick, and few enough that all threads share a page.
 const PIECE_BYTES: u64 = MIB;
@@ -60,9 +62,15 @@ pub(super) struct Span {
     pub(super) way: Way,
     /// Whether it is the last of its job.
     pub(super) is_last: bool,
+    /// Whether it comes from a disk, once that was asked.
+    from_disk: OnceCell<bool>,
 }
 
 impl Span {
+    fn new(job: usize, bytes: Range<u64>, segments: Vec<Segment>, way: Way) -> Self {
+        Self { job, bytes, segments, way, is_last: false, from_disk: OnceCell::new() }
+    }
+
     /// The spans of a job over `target`, in slots of `slot_bytes`; one that is empty where the
     /// whole target has no bytes of its own.
     pub(super) fn of_job(
@@ -87,13 +95,13 @@ impl Span {
                     1 => Way::Read,
                     _ => Way::ReadApart,
                 };
-                spans.push(Self { job, bytes, segments: group.to_vec(), way, is_last: false });
+                spans.push(Self::new(job, bytes, group.to_vec(), way));
             }
             start = end;
         }
         if spans.is_empty() {
             let (bytes, way) = (target.start..target.start, Way::Read);
-            spans.push(Self { job, bytes, segments: Vec::new(), way, is_last: false });
+            spans.push(Self::new(job, bytes, Vec::new(), way));
         }
         spans.last_mut().expect("there is one at least").is_last = true;
         spans
@@ -109,6 +117,20 @@ impl Span {
         files.dedup();
         let files = files.into_iter().filter_map(|file| bound.source(file).file());
         files.into_iter().try_for_each(|file| file.check_unchanged())
+    }
+
+    /// Whether some of it comes from a disk, as far as the system says; where it does not, it does.
+    pub(super) fn comes_from_disk(&self, bound: &Bound, reading: Reading) -> bool {
+        *self.from_disk.get_or_init(|| {
+            let mut files = runs(&self.segments).into_iter().filter_map(|run| {
+                let file = bound.source(run.file).file()?;
+                Some((file, run.source..run.source + run.bytes))
+            });
+            files.any(|(file, range)| {
+                let is_passed_by = reading == Reading::Direct && file.direct().is_some();
+                is_passed_by || !file.is_in_memory(&range, PIECE_BYTES)
+            })
+        })
     }
 
     /// Where its bytes lie in their file, if that is one, they lie close together, and few copies
@@ -180,18 +202,31 @@ pub(super) struct Piece {
     pub(super) place: Range<usize>,
 }
 
-/// The reads of a span that lies `pad` bytes into its slot, in order. They are cut at multiples of
-/// their size in the file, as direct reads want it.
-pub(super) fn pieces(span: &Span, pad: usize) -> Vec<Piece> {
+/// Where reads are cut.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Cut {
+    /// At multiples of their size in the file, as direct reads want it.
+    InFile,
+    /// At the huge pages of memory that nothing was read to before: two threads that touch one of
+    /// them first take five times as long as one.
+    InMemory,
+}
+
+/// The reads of a span that lies `pad` bytes into its slot, in order.
+pub(super) fn pieces(span: &Span, pad: usize, cut: Cut) -> Vec<Piece> {
     let mut pieces = Vec::new();
     for run in runs(&span.segments) {
         let mut done = 0;
         while done < run.bytes {
             let source = run.source + done;
-            let cut = align_up(source + 1, PIECE_BYTES).unwrap_or(u64::MAX) - source;
-            let bytes = cut.min(run.bytes - done);
-            let start = pad + (run.target + done - span.bytes.start) as usize;
-            let place = start..start + bytes as usize;
+            let start = pad as u64 + (run.target + done - span.bytes.start);
+            // The pad lets memory lie as the file does, so that either suits direct reads.
+            let (at, unit) = match cut {
+                Cut::InFile => (source, PIECE_BYTES),
+                Cut::InMemory => (start, HUGE_PAGE_BYTES as u64),
+            };
+            let bytes = (unit - at % unit).min(run.bytes - done);
+            let place = start as usize..(start + bytes) as usize;
             pieces.push(Piece { file: run.file, source, place });
             done += bytes;
         }
@@ -228,6 +263,8 @@ pub(super) struct SpanRead {
     given_up: AtomicBool,
     /// Bytes that came from the disk.
     disk_bytes: AtomicU64,
+    /// When the first piece was begun.
+    begun: OnceLock<Instant>,
     /// What of which file it reads.
     extents: Vec<(Arc<ModelFile>, Range<u64>)>,
     /// They are being read into the page cache.
@@ -237,6 +274,8 @@ pub(super) struct SpanRead {
 struct State {
     pending: usize,
     is_done: bool,
+    /// From the beginning of the first piece to the end of all.
+    time: Duration,
     /// The failure of the first piece that failed, in the order of pieces.
     failure: Option<(usize, Error)>,
     after: Option<After>,
@@ -250,6 +289,8 @@ pub(super) struct ReadEnd {
     pub(super) read: Result<()>,
     /// What was to be done after it.
     pub(super) after: Result<()>,
+    /// From the beginning of its first piece to the end of all, what came after it included.
+    pub(super) time: Duration,
 }
 
 impl SpanRead {
@@ -262,19 +303,20 @@ impl SpanRead {
         let state = State {
             pending: pieces,
             is_done: false,
+            time: Duration::ZERO,
             failure: None,
             after,
             after_failure: None,
             left: None,
         };
         let (state, done) = (Mutex::new(state), Condvar::new());
-        let (given_up, disk_bytes) = Default::default();
+        let (given_up, disk_bytes, begun) = Default::default();
         let extents = runs(&span.segments).into_iter().filter_map(|run| {
             let file = bound.source(run.file).file()?;
             Some((Arc::clone(file), run.source..run.source + run.bytes))
         });
         let (extents, ahead) = (extents.collect(), Once::new());
-        Arc::new(Self { state, done, given_up, disk_bytes, extents, ahead })
+        Arc::new(Self { state, done, given_up, disk_bytes, begun, extents, ahead })
     }
 
     /// Has the system read all of it into the page cache, once.
@@ -302,7 +344,7 @@ impl SpanRead {
         let mut state = self.state.lock();
         let failed = |failure: Option<Error>| failure.map_or(Ok(()), Err);
         let read = failed(state.failure.take().map(|(_, error)| error));
-        ReadEnd { read, after: failed(state.after_failure.take()) }
+        ReadEnd { read, after: failed(state.after_failure.take()), time: state.time }
     }
 
     /// Gives the read up; `slot` is dropped when no piece of it is being read any more.
@@ -340,6 +382,7 @@ impl SpanRead {
             state.after_failure = failure;
         }
         state.is_done = true;
+        state.time = self.begun.get().map_or(Duration::ZERO, Instant::elapsed);
         let left = state.left.take();
         drop(state);
         self.done.notify_all();
@@ -409,6 +452,7 @@ impl PieceRead {
         let unwinding = Unfinished(&self);
         let mut memory = memory;
         let given_up = self.span.given_up.load(Relaxed);
+        self.span.begun.get_or_init(Instant::now);
         let result = if given_up { Ok(()) } else { self.read(memory.bytes_mut()) };
         drop(memory);
         std::mem::forget(unwinding);
@@ -460,4 +504,44 @@ impl Drop for PieceRead {
 
 fn never_read() -> Error {
     Error::new(ErrorCode::Internal, "a read did not come to its end")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::model::binding::Binding;
+
+    /// A span of two stretches of a file, `gap` bytes apart in it and side by side in the VBAR.
+    fn span(bytes: u64, gap: u64) -> Span {
+        let (first, second) = (0..bytes / 3, bytes / 3..bytes);
+        let mut binding = Binding::new();
+        binding.bind(first.clone(), 0, 1234, first.end).unwrap();
+        let from = 1234 + first.end + gap;
+        binding.bind(second.clone(), 0, from, second.end - second.start).unwrap();
+        Span::new(0, 0..bytes, binding.segments_of(0..bytes), Way::Read)
+    }
+
+    #[test]
+    fn reads_are_cut_in_the_file_or_at_huge_pages_and_bring_every_byte_once() {
+        for (bytes, gap, pad) in [(16 * MIB, 0, 1234), (16 * MIB, MIB, 7), (999, 5, 0)] {
+            let span = span(bytes, gap);
+            for cut in [Cut::InFile, Cut::InMemory] {
+                let (mut end, mut source) = (pad, 1234);
+                for Piece { source: from, place, .. } in pieces(&span, pad, cut) {
+                    assert_eq!(place.start, end, "{cut:?}");
+                    let is_gap = place.start == pad + (bytes / 3) as usize;
+                    source += if is_gap { gap } else { 0 };
+                    assert_eq!(from, source, "{cut:?}");
+                    let length = (place.end - place.start) as u64;
+                    let (first, last, unit) = match cut {
+                        Cut::InFile => (from, from + length - 1, MIB),
+                        Cut::InMemory => (place.start as u64, place.end as u64 - 1, 2 * MIB),
+                    };
+                    assert_eq!(first / unit, last / unit, "{cut:?}: {place:?}");
+                    (end, source) = (place.end, source + length);
+                }
+                assert_eq!(end, pad + bytes as usize, "{cut:?}");
+            }
+        }
+    }
 }

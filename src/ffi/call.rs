@@ -30,8 +30,9 @@ pub(super) fn call(body: impl FnOnce() -> Result<()>) -> VbarStatus {
     status
 }
 
+/// What a panic of ours is told as.
 #[cold]
-fn panicked(panic: &(dyn std::any::Any + Send)) -> Error {
+pub(super) fn panicked(panic: &(dyn std::any::Any + Send)) -> Error {
     let text = panic.downcast_ref::<&str>().map(|text| (*text).to_owned());
     let text = text.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_default();
     Error::new(ErrorCode::Internal, format!("a bug of vbar: {text}"))
@@ -39,12 +40,18 @@ fn panicked(panic: &(dyn std::any::Any + Send)) -> Error {
 
 #[cold]
 fn failed(error: &Error) -> VbarStatus {
+    tell(error);
+    VbarStatus::from(error.code())
+}
+
+/// Makes an error the thread's last message.
+#[cold]
+pub(super) fn tell(error: &Error) {
     // A zero byte can come from a name in a file: it ends the message, nothing else.
     let text = error.to_string().replace('\0', " ");
     let text = CString::new(text).unwrap_or_default();
     // At a thread's end there is nobody left to ask for it.
     let _ = MESSAGE.try_with(|message| message.replace(text));
-    VbarStatus::from(error.code())
 }
 
 /// Does something that may run exports; the thread's message stays as it was.

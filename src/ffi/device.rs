@@ -204,6 +204,7 @@ unsafe impl Plain for VbarDevice {}
 // SAFETY: an integer.
 unsafe impl Plain for u64 {}
 
+#[derive(Clone)]
 pub(super) struct DeviceEntry {
     pub(super) runtime: Runtime,
     pub(super) sim: Option<Arc<Sim>>,
@@ -239,29 +240,69 @@ pub unsafe extern "C" fn vbar_device_open(
     call(|| {
         let out = Out::new(device)?;
         let options = read_growing(options)?;
-        let entry = open(&options)?;
-        let id = DEVICES.insert(entry).map_err(|_| too_many("devices"))?;
-        out.write(VbarDevice { id });
+        out.write(hand_out(open(&options)?)?);
         Ok(())
     })
 }
 
+/// An id of a device.
+pub(super) fn hand_out(entry: DeviceEntry) -> Result<VbarDevice> {
+    let id = DEVICES.insert(entry).map_err(|_| too_many("devices"))?;
+    Ok(VbarDevice { id })
+}
+
 fn open(options: &VbarDeviceOptions) -> Result<DeviceEntry> {
-    let selection = selection(read_text(options.driver)?)?;
-    let ordinal = DeviceOrdinal(options.ordinal);
-    let runtime_options = runtime_options(options)?;
-    let Opened { driver, device, sim, how, .. } = select::open_shared(&selection)?;
-    if device.0 != 0 && ordinal.0 != 0 && device != ordinal {
-        let text = format!("the driver's name says device {device}, the ordinal {ordinal}");
-        return Err(invalid(text));
+    Opening::read(options)?.open()
+}
+
+/// Options of an opening, read: nothing of them points to the caller's memory any more.
+#[derive(Clone)]
+pub(super) struct Opening {
+    pub(super) selection: Selection,
+    pub(super) ordinal: DeviceOrdinal,
+    pub(super) options: RuntimeOptions,
+    pub(super) wait_timeout: Option<Duration>,
+    /// Whether a device that is open keeps the page size that it has.
+    pub(super) any_pages: bool,
+}
+
+impl Opening {
+    pub(super) fn read(options: &VbarDeviceOptions) -> Result<Self> {
+        let timeout = options.wait_timeout_ms;
+        Ok(Self {
+            selection: selection(read_text(options.driver)?)?,
+            ordinal: DeviceOrdinal(options.ordinal),
+            options: runtime_options(options)?,
+            wait_timeout: (timeout != 0).then(|| Duration::from_millis(timeout)),
+            any_pages: false,
+        })
     }
-    let device = device.max(ordinal);
-    let runtime = Runtime::open(driver, device, runtime_options)?;
-    if options.wait_timeout_ms != 0 {
-        // Where the device was open already, too.
-        runtime.set_wait_timeout(Duration::from_millis(options.wait_timeout_ms));
+
+    pub(super) fn open(mut self) -> Result<DeviceEntry> {
+        let (opened, device) = self.driver()?;
+        if self.any_pages
+            && let Ok(open) = Runtime::opened(&opened.driver, device)
+        {
+            self.options.page_size = open.page_size();
+        }
+        let runtime = Runtime::open(opened.driver, device, self.options)?;
+        if let Some(timeout) = self.wait_timeout {
+            // Where the device was open already, too.
+            runtime.set_wait_timeout(timeout);
+        }
+        Ok(DeviceEntry { runtime, sim: opened.sim, how: opened.how })
     }
-    Ok(DeviceEntry { runtime, sim, how })
+
+    fn driver(&self) -> Result<(Opened, DeviceOrdinal)> {
+        let (opened, ordinal) = (select::open_shared(&self.selection)?, self.ordinal);
+        let device = opened.device;
+        if device.0 != 0 && ordinal.0 != 0 && device != ordinal {
+            let text = format!("the driver's name says device {device}, the ordinal {ordinal}");
+            return Err(invalid(text));
+        }
+        let device = device.max(ordinal);
+        Ok((opened, device))
+    }
 }
 
 /// A program that names no driver wants a GPU: the simulated device is never a silent substitute.

@@ -11,6 +11,7 @@
 //!        -> model          -> dlpack  log   messages        sim      the simulated device
 //!                           -> capsule  of Python
 //!        -> ahead  hints and wishes      wait     time-outs, cancelling
+//! torch    what PyTorch calls
 //! ```
 
 pub mod ahead;
@@ -29,6 +30,7 @@ pub mod source;
 pub mod statistics;
 pub mod status;
 pub mod token;
+pub mod torch;
 mod value;
 pub mod wait;
 

@@ -46,7 +46,8 @@ pub enum Cached {
     Unknown,
 }
 
-fn os_page() -> u64 {
+/// Bytes of a page of the operating system.
+pub(super) fn os_page() -> u64 {
     // SAFETY: asks for a number.
     let bytes = unsafe { libc::sysconf(libc::_SC_PAGESIZE) };
     u64::try_from(bytes).unwrap_or(4096)

@@ -12,10 +12,9 @@ use std::ops::Range;
 use std::ptr::NonNull;
 use std::sync::Arc;
 
-use memmap2::MmapMut;
-
 use crate::driver::{Driver, DriverResult};
 use crate::error::{Error, ErrorCode, Result};
+use crate::host::anonymous::AnonymousMemory;
 use crate::process;
 use crate::sync::{AcqRel, Acquire, AtomicBool, AtomicU64, Relaxed, Release};
 use crate::trace::{self, Kind};
@@ -26,7 +25,7 @@ struct LockedMemory {
     base: NonNull<u8>,
     bytes: usize,
     /// The mapping behind a window; the driver's own memory has none.
-    window: Option<MmapMut>,
+    window: Option<AnonymousMemory>,
     /// Whether the device may read it directly.
     locked: AtomicBool,
 }
@@ -116,7 +115,7 @@ pub fn allocate(driver: &Arc<dyn Driver>, count: usize, bytes: usize) -> Result<
 }
 
 /// Maps a window of `bytes`: ordinary memory, nothing behind it yet, that
-/// [`LockedSlot::register`] locks.
+/// [`LockedSlot::register`] locks. It begins where a huge page does.
 ///
 /// # Errors
 /// `HostMemory` when the operating system has no addresses for it.
@@ -124,13 +123,8 @@ pub fn map_window(driver: &Arc<dyn Driver>, bytes: usize) -> Result<LockedSlot> 
     let fail = |reason: String| {
         Error::new(ErrorCode::HostMemory, format!("a window of {bytes} bytes: {reason}"))
     };
-    let mut window = MmapMut::map_anon(bytes).map_err(|error| fail(error.to_string()))?;
-    // A quarter of the page faults' time; a kernel that does not want to changes nothing.
-    let _ = window.advise(memmap2::Advice::HugePage);
-    // After a fork, writing would give this process other pages than those that the device reads,
-    // on older kernels; the child has no use for them.
-    let _ = window.advise(memmap2::Advice::DontFork);
-    let base = NonNull::new(window.as_mut_ptr()).ok_or_else(|| fail("at address 0".into()))?;
+    let window = AnonymousMemory::map(bytes).map_err(|error| fail(error.to_string()))?;
+    let base = window.base();
     let (driver, locked) = (Arc::clone(driver), AtomicBool::new(false));
     let memory = Arc::new(LockedMemory { driver, base, bytes, window: Some(window), locked });
     Ok(LockedSlot::new(&memory, 0, bytes))

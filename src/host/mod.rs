@@ -2,6 +2,7 @@
 //! hold them.
 
 pub mod allowance;
+pub mod anonymous;
 pub mod bound;
 pub mod checksum;
 pub mod direct;

@@ -110,6 +110,23 @@ impl ModelFile {
         Ok(bytes)
     }
 
+    /// Whether `range` is in memory, as far as a look at one byte in each `step` tells. Never waits
+    /// for a disk; `false` where the system does not say.
+    pub fn is_in_memory(&self, range: &Range<u64>, step: u64) -> bool {
+        let last = range.end.saturating_sub(1);
+        let mut looks = range.clone().step_by(step as usize).chain([last]);
+        looks.all(|at| {
+            loop {
+                match self.read_cached_at(&mut [0], at) {
+                    Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                    Err(error) if error.kind() == io::ErrorKind::WouldBlock => return false,
+                    Err(_) => return self.lies_in_memory(),
+                    Ok(bytes) => return bytes == 1,
+                }
+            }
+        })
+    }
+
     /// Whether its file system is one in memory, which cannot be asked what would not wait.
     fn lies_in_memory(&self) -> bool {
         let magic = self.descriptor().and_then(|file| fstatfs(file).ok());

@@ -18,7 +18,7 @@ use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use crate::copy::engine::Engine;
-use crate::driver::{DeviceAttribute, Driver, DriverCode};
+use crate::driver::{CaptureState, DeviceAttribute, Driver, DriverCode};
 use crate::error::{Error, ErrorCode, Result};
 use crate::host::spare::HostRoom;
 use crate::memory::pager::{
@@ -170,6 +170,9 @@ impl Runtime {
         {
             let _scope = self.device().enter()?;
             self.device().fences.prepare_context_wait()?;
+            if self.device().capture_state(Stream::LEGACY)? == CaptureState::None {
+                self.device().fences.learn_default_stream()?;
+            }
         }
         self.pager().refresh()?;
         // Not given is not off: whoever shares the runtime already may have asked for threads.
@@ -366,10 +369,14 @@ impl Runtime {
     /// Tells the runtime that a stream is about to be destroyed; it must still be valid.
     ///
     /// # Errors
-    /// What the driver says of the stream.
+    /// What the driver says of the stream; `Unsupported` while it is being captured.
     pub fn retire_stream(&self, stream: Stream) -> Result<()> {
         self.device().check()?;
         let _scope = self.device().enter()?;
+        if self.device().capture_state(stream)? != CaptureState::None {
+            let text = format!("{stream:?} is being captured: it is retired when that is over");
+            return Err(Error::new(ErrorCode::Unsupported, text));
+        }
         self.device().fences.retire(stream)
     }
 
@@ -489,7 +496,7 @@ impl Drop for Inner {
     fn drop(&mut self) {
         self.engine.stop(&self.pager);
         self.housekeeping.stop();
-        if let Some(allocator) = &*self.torch.lock() {
+        if let Some(allocator) = self.torch.get_mut() {
             allocator.close();
         }
         let closed = self.pager.close();

@@ -189,14 +189,40 @@ impl Device {
             return Ok((CaptureState::None, None));
         }
         let capture = self.capture_state(stream)?;
+        if capture != CaptureState::None {
+            return self.inspect_in_capture(stream, capture);
+        }
         let slot = match self.fences.slot_of(stream) {
             Ok(slot) => slot,
             Err(error) => self.slot_after(stream, error)?,
         };
         if let Some(slot) = slot {
-            self.fences.note_capture(slot, capture != CaptureState::None);
+            self.fences.note_capture(slot, false);
+        }
+        if self.fences.is_capture_known() {
+            self.end_capture(stream)?;
         }
         Ok((capture, slot))
+    }
+
+    /// A stream that is being captured must not be asked for its id.
+    #[cold]
+    fn inspect_in_capture(
+        &self,
+        stream: Stream,
+        capture: CaptureState,
+    ) -> Result<(CaptureState, Option<StreamSlot>)> {
+        let slot = self.fences.slot_in_capture(stream)?;
+        self.fences.note_capture(slot, true);
+        Ok((capture, Some(slot)))
+    }
+
+    /// A stream runs: a capture of it that was known is over.
+    #[cold]
+    fn end_capture(&self, stream: Stream) -> Result<()> {
+        let Some(slot) = self.fences.captured_slot(stream) else { return Ok(()) };
+        let _scope = self.enter()?;
+        self.retry(|| self.fences.end_capture(stream, slot))
     }
 
     /// The slot of a stream: see [`Fences::slot_of`].

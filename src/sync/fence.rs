@@ -5,6 +5,10 @@
 //! it calls the driver, so every use stamped with it was enqueued before the event. An event is
 //! recorded again only after it has passed. A query means "passed" only when it returns success.
 //!
+//! The driver refuses to tell the id of a stream that is being captured, and breaks the capture
+//! that asks for it. Such a stream has a slot by its handle until it is seen running again, when a
+//! record on it covers what was stamped there.
+//!
 //! Only the caller's own call records, on the stream it gave: handles are never kept. This module
 //! does not know pages; it never waits on the CPU (see `wait.rs` for that) except in
 //! [`Fences::context_wait`], which `context` does.
@@ -31,6 +35,13 @@ const UNRECORDED: u16 = SLOT_COUNT as u16;
 
 const FREE: u64 = 0;
 const RETIRED: u64 = u64::MAX;
+/// Marks an id that stands for a handle. The driver's are small numbers.
+const CAPTURED: u64 = 1 << 63;
+
+thread_local! {
+    /// Its address tells one thread's default stream from another's.
+    static THREAD_MARK: u8 = const { 0 };
+}
 
 /// A stream as this module knows it: its slot, and the id that tells whether the slot is still its.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -114,6 +125,8 @@ pub struct Fences {
     eager: AtomicBool,
     /// Slots that are `capturing`.
     capture_count: AtomicU32,
+    /// The id of the context's default stream plus one; 0 before it is known.
+    default_id: AtomicU64,
 }
 
 impl Fences {
@@ -130,6 +143,7 @@ impl Fences {
             ticks: Ticks::new(record_interval),
             eager: AtomicBool::new(false),
             capture_count: AtomicU32::new(0),
+            default_id: AtomicU64::new(0),
         }
     }
 
@@ -175,7 +189,8 @@ impl Fences {
     }
 
     /// The slot of a stream, found by its id or made. The handle must be valid, and for an
-    /// implicit one the runtime's context current. `Stream::NONE` has no slot.
+    /// implicit one the runtime's context current; the stream is not being captured.
+    /// `Stream::NONE` has no slot.
     ///
     /// # Errors
     /// What the driver says of the handle; `Unsupported` when 256 streams are in use at once.
@@ -185,6 +200,50 @@ impl Fences {
             return Ok(None);
         }
         self.find_or_insert(self.id_of(stream)?).map(Some)
+    }
+
+    /// Learns the default stream's id while it may be asked for; the runtime's context is current.
+    ///
+    /// # Errors
+    /// What the driver says.
+    pub fn learn_default_stream(&self) -> Result<()> {
+        self.id_of(Stream::LEGACY).map(drop)
+    }
+
+    /// The slot of a stream that is being captured, or of the default stream while one is: no call
+    /// of the driver's.
+    ///
+    /// # Errors
+    /// `Unsupported` when 256 streams are in use at once, and for a default stream that was not
+    /// seen before.
+    #[cold]
+    pub fn slot_in_capture(&self, stream: Stream) -> Result<StreamSlot> {
+        if !stream.is_default() {
+            return self.find_or_insert(captured_id(stream));
+        }
+        let known = NonZeroU64::new(self.default_id.load(Relaxed));
+        let id = known.ok_or_else(|| {
+            let text = "the default stream was not used before a capture began";
+            Error::new(ErrorCode::Unsupported, text)
+        })?;
+        self.find_or_insert(id)
+    }
+
+    /// The slot that a stream had while it was being captured, until [`Fences::end_capture`].
+    #[must_use]
+    pub fn captured_slot(&self, stream: Stream) -> Option<StreamSlot> {
+        let slot = self.find(captured_id(stream))?;
+        self.entry(slot).capturing.load(Acquire).then_some(slot)
+    }
+
+    /// Covers what was stamped on a stream while it was being captured, as it runs again.
+    ///
+    /// # Errors
+    /// As [`Fences::record`]; all is as it was then.
+    pub fn end_capture(&self, stream: Stream, slot: StreamSlot) -> Result<()> {
+        self.cover_stamps(stream, slot)?;
+        self.note_capture(slot, false);
+        Ok(())
     }
 
     /// The ticket that stands for all work enqueued on the stream up to now; the caller stamps it
@@ -409,16 +468,19 @@ impl Fences {
         Ok(())
     }
 
-    /// Forgets a stream that is about to be destroyed, after covering its uses by a last record.
+    /// Forgets a stream that is about to be destroyed, after covering its uses by a last record. It
+    /// is not being captured.
     ///
     /// # Errors
     /// As [`Fences::record`]; the stream is still known then.
     pub fn retire(&self, stream: Stream) -> Result<()> {
-        let Some(slot) = self.find(self.id_of(stream)?) else { return Ok(()) };
-        self.cover_stamps(stream, slot)?;
-        let entry = self.entry(slot);
-        self.change_capture(entry, false);
-        entry.id.store(RETIRED, Release);
+        for id in [captured_id(stream), self.id_of(stream)?] {
+            let Some(slot) = self.find(id) else { continue };
+            self.cover_stamps(stream, slot)?;
+            let entry = self.entry(slot);
+            self.change_capture(entry, false);
+            entry.id.store(RETIRED, Release);
+        }
         Ok(())
     }
 
@@ -486,10 +548,23 @@ impl Fences {
     /// The stream's id plus one: 0 and the largest number mean something else in a slot.
     #[inline]
     fn id_of(&self, stream: Stream) -> Result<NonZeroU64> {
+        match NonZeroU64::new(self.default_id.load(Relaxed)).filter(|_| stream.is_default()) {
+            Some(id) => Ok(id),
+            None => self.ask_id(stream),
+        }
+    }
+
+    #[inline]
+    fn ask_id(&self, stream: Stream) -> Result<NonZeroU64> {
         let id = self.driver.stream_get_id(stream)?.wrapping_add(1);
-        NonZeroU64::new(id).filter(|id| id.get() != RETIRED).ok_or_else(|| {
+        let id = NonZeroU64::new(id).filter(|id| id.get() < CAPTURED).ok_or_else(|| {
             Error::new(ErrorCode::Internal, format!("{stream:?} has the id {id:#x} less one"))
-        })
+        })?;
+        if stream.is_default() {
+            // The only one of its context, which is the runtime's.
+            self.default_id.store(id.get(), Relaxed);
+        }
+        Ok(id)
     }
 
     /// Slots are an open-addressed table by stream id: the hit path finds one without a lock.
@@ -575,6 +650,15 @@ impl Fences {
         }
         Ok(())
     }
+}
+
+/// Stands for a stream that is being captured: handles tell streams that are there apart.
+fn captured_id(stream: Stream) -> NonZeroU64 {
+    let handle = match stream {
+        Stream::PER_THREAD => THREAD_MARK.with(|mark| std::ptr::from_ref(mark).addr()),
+        stream => stream.0,
+    };
+    NonZeroU64::MIN | CAPTURED | (handle as u64) << 1
 }
 
 impl Slot {

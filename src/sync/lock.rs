@@ -31,6 +31,11 @@ impl<T> Mutex<T> {
         self.0.lock()
     }
 
+    /// What it guards, for who has it alone: nothing is locked.
+    pub(crate) fn get_mut(&mut self) -> &mut T {
+        self.0.get_mut()
+    }
+
     /// Takes it if nobody has it.
     #[inline]
     #[track_caller]

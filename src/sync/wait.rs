@@ -56,8 +56,38 @@ pub fn set_wait_check(check: Option<WaitCheck>) -> Option<WaitCheck> {
     set.unwrap_or(None)
 }
 
+thread_local! {
+    /// How many [`Unasked`] the thread has.
+    static UNASKED: Cell<u32> = const { Cell::new(0) };
+}
+
+/// While it lives, waits of the calling thread do not call its check: for calls that come with a
+/// lock of their caller's held, which whoever the check waits for may be waiting for in turn.
+pub struct Unasked(());
+
+impl Unasked {
+    /// From now on.
+    #[expect(clippy::new_without_default, reason = "it is a scope and no value")]
+    #[inline]
+    #[must_use]
+    pub fn new() -> Self {
+        UNASKED.set(UNASKED.get() + 1);
+        Self(())
+    }
+}
+
+impl Drop for Unasked {
+    #[inline]
+    fn drop(&mut self) {
+        UNASKED.set(UNASKED.get() - 1);
+    }
+}
+
 /// Calls the thread's check if it is time to; whether the wait should go on.
 fn ask_thread() -> ControlFlow<()> {
+    if UNASKED.get() > 0 {
+        return ControlFlow::Continue(());
+    }
     CHECK.try_with(ThreadCheck::ask).unwrap_or(ControlFlow::Continue(()))
 }
 

@@ -19,7 +19,7 @@ struct Case {
 #define ENTRY(function) {#function, hostile_##function}
 
 extern const struct Case status_cases[], device_cases[], bar_cases[], token_cases[];
-extern const struct Case model_cases[], dlpack_cases[], sim_cases[];
+extern const struct Case model_cases[], dlpack_cases[], sim_cases[], torch_cases[];
 
 /* Things that live while the cases run. */
 struct World {

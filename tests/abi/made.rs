@@ -34,6 +34,8 @@ pub(crate) const HEADERS: &[Header] = &[
             "dlpack",
             "capsule",
             "statistics",
+            "torch",
+            "torch/numbers",
         ],
         includes: &[],
         more: statuses_and_constants,

@@ -79,6 +79,14 @@ static void check_all_refuse(void) {
     ENDING(vbar_bar_destroy_wait(bar));
     ENDING(vbar_device_close(device));
     ENDING(vbar_log_set_level(VBAR_LOG_LEVEL_TRACE));
+    VbarTorchStatistics torch_numbers = {.size = sizeof torch_numbers};
+    ENDING(vbar_torch_configure(&options));
+    ENDING(vbar_torch_device(0, &again));
+    ENDING(vbar_torch_statistics(0, &torch_numbers));
+    vbar_torch_free(&numbers, 1, 0, 0);
+    vbar_torch_reset();
+    CHECK(vbar_torch_malloc(1, 0, 0) == NULL);
+    ENDING(vbar_torch_reset_peaks(0));
     ENDING(vbar_log_poll(text, sizeof text, &count, &bytes));
     CHECK(vbar_abi_version() == VBAR_ABI_VERSION);
 }

@@ -8,4 +8,5 @@ pub(crate) const HOSTILE: &[&str] = &[
     "tests/abi/hostile_model.c",
     "tests/abi/hostile_dlpack.c",
     "tests/abi/hostile_sim.c",
+    "tests/abi/hostile_torch.c",
 ];

@@ -260,3 +260,24 @@ fn tensors_that_share_a_page_are_no_cycle_to_lock_memory_for() {
     bench.world.runtime.set_threads(Threads::Off).unwrap();
     bench.check_shut();
 }
+
+/// By the clock: how many a cycle is not asked.
+#[test]
+fn with_threads_what_streams_moves_into_page_locked_memory_and_comes_to_its_end() {
+    let options = RuntimeOptions { threads: Some(Threads::On), ..budget_options(32) };
+    let mut bench = Bench::new(&[64], options);
+    let cached = |bench: &Bench| bench.world.runtime.statistics().locked.cache_bytes;
+    let is_done = |bench: &Bench| {
+        let numbers = bench.world.runtime.engine_numbers();
+        let streamed = numbers.planned_pages - numbers.kept_pages;
+        numbers.planned_pages > 0 && streamed > 0 && cached(bench) >= streamed * P
+    };
+    let passes = (0..2000).find(|_| {
+        bench.pass(0);
+        is_done(&bench)
+    });
+    let told = (bench.world.runtime.engine_numbers(), cached(&bench));
+    assert!(passes.is_some(), "{told:?}");
+    bench.world.runtime.set_threads(Threads::Off).unwrap();
+    bench.check_shut();
+}

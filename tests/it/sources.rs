@@ -28,6 +28,7 @@ use crate::world::{DEVICE, P, ROOMY, options};
 mod book;
 mod cases;
 mod host_memory;
+mod paced;
 mod registered;
 mod registered_faults;
 

@@ -7,7 +7,7 @@ use vbar::driver::{CaptureMode, Driver, KernelCall};
 use vbar::memory::pager::HeldPins;
 use vbar::options::{ContextWaits, RuntimeOptions};
 use vbar::units::Stream;
-use vbar::{Allocation, AllocationFault, Fault, Reason, Vbar, WaitKind};
+use vbar::{Allocation, AllocationFault, ErrorCode, Fault, Reason, Vbar, WaitKind};
 
 use crate::world::{P, ROOMY, World, budget_options, fault, pattern_sum, resident, resident_on};
 
@@ -423,6 +423,33 @@ fn the_context_is_not_waited_for_while_a_known_stream_is_captured() {
     // Known again as a stream like others once it is seen.
     drop(new.fault(0..0, captured).unwrap());
     assert_eq!(world.touch(&new, 0..1), Ok(()));
+    world.check();
+}
+
+/// The driver does not tell the id of a stream that is being captured: its uses have a slot of their
+/// own until it runs again.
+#[test]
+fn what_a_stream_used_while_it_was_captured_is_covered_when_it_runs_again() {
+    let options = RuntimeOptions { context_waits: ContextWaits::Never, ..budget_options(2) };
+    let world = World::with(ROOMY, options);
+    let (old, other) = (world.vbar(1), world.vbar(1));
+    drop(resident_on(&old, 0..1, Stream::NONE));
+    drop(resident_on(&other, 0..1, Stream::NONE));
+    // Never seen before.
+    let captured = world.another_stream();
+    world.sim.begin_capture(captured, CaptureMode::Global).unwrap();
+    let guard = resident_on(&old, 0..1, captured);
+    let retired = world.runtime.retire_stream(captured).unwrap_err();
+    assert_eq!(retired.code(), ErrorCode::Unsupported, "{retired}");
+    drop(world.sim.end_capture(captured).expect("our calls broke the capture"));
+    drop(guard);
+    while old.draw(1) == "P" {
+        std::thread::yield_now();
+    }
+    drop(resident_on(&other, 0..1, captured));
+    let freed = old.free_memory(P).unwrap();
+    assert_eq!(freed.bytes, P, "{freed:?}");
+    world.runtime.retire_stream(captured).unwrap();
     world.check();
 }
 

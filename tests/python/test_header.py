@@ -1,4 +1,4 @@
-"""``_abi.py``, ``_abi_sim.py`` and the enumerations against the headers: sizes, offsets, numbers, signatures.
+"""``_abi*.py`` and the enumerations against the headers: sizes, offsets, numbers, signatures.
 
 A C program that includes the header prints what the compiler makes of it; signatures are read from
 the header's text.
@@ -13,14 +13,14 @@ import unittest
 
 import vbar
 from support import ROOT, Case
-from vbar import _abi, _abi_sim, _errors
+from vbar import _abi, _abi_sim, _abi_torch, _errors
 
 HEADER = (ROOT / "include/vbar.h").read_text() + (ROOT / "include/vbar_sim.h").read_text()
 
 #: Our name of a struct, an enumeration or a number, by the header's.
 STRUCTS = {
     name: value
-    for name, value in {**vars(_abi), **vars(_abi_sim)}.items()
+    for name, value in {**vars(_abi), **vars(_abi_sim), **vars(_abi_torch)}.items()
     if inspect.isclass(value) and issubclass(value, ctypes.Structure)
 }
 ENUMS = {
@@ -58,11 +58,18 @@ NUMBERS = {
     "VBAR_DLPACK_FORM_UNVERSIONED": _abi.DLPACK_UNVERSIONED,
     "VBAR_DLPACK_ACCESS_READ_ONLY": _abi.DLPACK_READ_ONLY,
     "VBAR_DLPACK_ACCESS_WRITABLE": _abi.DLPACK_WRITABLE,
+    "VBAR_TORCH_RAISE_NOTHING": _abi_torch.RAISE_NOTHING,
+    "VBAR_TORCH_RAISE_RUNTIME_ERROR": _abi_torch.RAISE_RUNTIME_ERROR,
+    "VBAR_TORCH_RAISE_OUT_OF_MEMORY_ERROR": _abi_torch.RAISE_OUT_OF_MEMORY_ERROR,
+    "VBAR_TORCH_BLOCK_STATE_ALLOCATED": _abi_torch.BLOCK_ALLOCATED,
+    "VBAR_TORCH_BLOCK_STATE_AWAITING_FREE": _abi_torch.BLOCK_AWAITING_FREE,
+    "VBAR_TORCH_BLOCK_STATE_FREE": _abi_torch.BLOCK_FREE,
 }
 
 #: What the header's types are in ctypes; of pointers, what they may be.
 SCALARS = {
     "void": None,
+    "void *": ctypes.c_void_p,
     "uint32_t": ctypes.c_uint32,
     "int32_t": ctypes.c_int32,
     "uint64_t": ctypes.c_uint64,
@@ -79,7 +86,7 @@ SCALARS = {
     "VbarSim": ctypes.c_uint64,
     "VbarSimGraph": ctypes.c_uint64,
 }
-FUNCTIONS = {**_abi.FUNCTIONS, **_abi_sim.FUNCTIONS}
+FUNCTIONS = {**_abi.FUNCTIONS, **_abi_sim.FUNCTIONS, **_abi_torch.FUNCTIONS}
 POINTEES = {
     "char": {ctypes.c_char_p},
     "void": {ctypes.c_void_p},
@@ -110,7 +117,8 @@ def fitting(declared):
             return POINTEES[pointee]
         ours = STRUCTS.get(pointee.replace("Vbar", "", 1)) or SCALARS[pointee]
         return {ctypes.POINTER(ours)}
-    return {SCALARS[plain]}
+    # A struct by value.
+    return {SCALARS[plain] if plain in SCALARS else STRUCTS[plain.replace("Vbar", "", 1)]}
 
 
 class Header(Case):

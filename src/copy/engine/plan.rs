@@ -223,6 +223,12 @@ impl Plan {
         u64::from(self.ranking.page_count())
     }
 
+    /// Pages of the cycle that do not stay throughout.
+    pub(super) fn streamed_count(&self) -> u64 {
+        let kept: u64 = self.throughout.values().map(|pages| pages.len() as u64).sum();
+        self.page_count().saturating_sub(kept)
+    }
+
     /// Frames for what does not stay.
     pub(super) fn streaming_frames(&self) -> u32 {
         self.layout.streaming_frames()

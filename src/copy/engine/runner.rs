@@ -194,12 +194,12 @@ impl Runner {
             let ns_per_mib = self.link_ns_per_mib.unwrap_or(NS_PER_MIB);
             self.link_drift.sample(plan.page_ns(), page_ns(pager, ns_per_mib));
             let pass = self.meter.turn(reading, compute_ns, ns_per_mib);
+            pager.note_pass_end(pass);
             let sampled = plan.sampled;
             if let Some(pass) = pass.filter(|_| sampled) {
                 self.observe(pager, pass);
             }
             self.end_cycle(pager);
-            pager.note_pass_end();
         }
         if moved.is_jump {
             // It began anywhere.
@@ -340,6 +340,7 @@ impl Runner {
 
     fn enforce(&mut self, pager: &Pager, mut plan: Plan) {
         plan.made_at = self.steps;
+        pager.forget_times();
         self.apply(pager, &plan);
         // What is on trial may stream again in a few cycles.
         if !plan.is_trying() {
@@ -372,6 +373,7 @@ impl Runner {
 
     fn apply(&self, pager: &Pager, plan: &Plan) {
         let streamed = if plan.is_settled { Keep::Locked } else { Keep::No };
+        pager.pace(plan.streamed_count());
         for (bar, kept) in plan.kept() {
             if let Some(bar) = self.bars.get(bar) {
                 pager.set_kept(bar, Some(Arc::clone(kept)), streamed);

@@ -399,11 +399,19 @@ impl Driver for Sim {
     fn stream_get_id(&self, stream: Stream) -> DriverResult<u64> {
         let verb = Verb::StreamGetId;
         self.core.enter(verb)?;
+        let id = |stream: &Arc<StreamState>| match self.core.capture_of(stream, verb)? {
+            None => Ok(stream.id),
+            // As the driver does: it refuses, and the capture is broken.
+            Some(capture) => {
+                capture.invalidate();
+                Err(verb.error(DriverCode::STREAM_CAPTURE_UNSUPPORTED))
+            }
+        };
         if stream.is_implicit() {
-            return self.core.stream(stream, verb).map(|stream| stream.id);
+            return id(&self.core.stream(stream, verb)?);
         }
-        let id = self.core.streams.with(stream.0, |stream| stream.id);
-        id.ok_or_else(|| verb.error(DriverCode::INVALID_HANDLE))
+        let found = self.core.streams.with(stream.0, id);
+        found.unwrap_or_else(|| Err(verb.error(DriverCode::INVALID_HANDLE)))
     }
 
     fn stream_is_capturing(&self, stream: Stream) -> DriverResult<CaptureState> {

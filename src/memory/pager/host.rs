@@ -12,6 +12,7 @@ use crate::copy::fill::{Filler, LockedBytes};
 use crate::error::Result;
 use crate::memory::page_table::PageState;
 use crate::memory::vbar::Bar;
+use crate::model::placement::PassMeasured;
 use crate::options::Threads;
 use crate::process;
 use crate::units::PageIndex;
@@ -62,8 +63,19 @@ impl Pager {
     }
 
     /// A pass of the program has ended: what it did not stream is not needed in page-locked memory.
-    pub fn note_pass_end(&self) {
-        self.made_filler().iter().for_each(|filler| filler.note_pass_end());
+    /// See [`Filler::note_pass_end`].
+    pub fn note_pass_end(&self, pass: Option<PassMeasured>) {
+        self.made_filler().iter().for_each(|filler| filler.note_pass_end(pass));
+    }
+
+    /// So many pages stream a cycle by the plan in force; see [`Filler::pace`].
+    pub fn pace(&self, pages: u64) {
+        self.made_filler().iter().for_each(|filler| filler.pace(pages));
+    }
+
+    /// See [`Filler::forget_times`].
+    pub fn forget_times(&self) {
+        self.made_filler().iter().for_each(|filler| filler.forget_times());
     }
 
     /// Gives page-locked memory back where it is time to; see [`Filler::housekeep`]. Lets go of the

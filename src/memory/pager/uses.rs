@@ -110,11 +110,13 @@ impl Pager {
     ) -> Result<()> {
         let implicit = stream.is_implicit();
         let _context = if implicit { Some(self.device.enter_context()?) } else { None };
-        // The per-thread default stream is another one on another thread.
-        if implicit && self.device.slot_of(stream)? != Some(slot) {
+        let capture = self.device.capture_state(stream)?;
+        // The per-thread default stream is another one on another thread. While one is captured it
+        // has no id, and pages that are kept for its graph without need are only kept for longer.
+        let is_other = || Ok::<_, Error>(self.device.slot_of(stream)? != Some(slot));
+        if implicit && capture == CaptureState::None && is_other()? {
             return Ok(());
         }
-        let capture = self.device.capture_state(stream)?;
         self.device.fences.note_capture(slot, capture != CaptureState::None);
         match capture {
             // Of a closed VBAR this may be the last use for long: nobody waits for another record.
@@ -223,8 +225,8 @@ impl Pager {
     /// which a wait for what is outside would break.
     fn can_wait(&self, stream: Stream, slot: StreamSlot) -> bool {
         !stream.is_none()
-            && self.device.fences.slot_of(stream).is_ok_and(|own| own == Some(slot))
             && self.device.capture_state(stream).is_ok_and(|state| state == CaptureState::None)
+            && self.device.fences.slot_of(stream).is_ok_and(|own| own == Some(slot))
     }
 
     #[inline(always)]

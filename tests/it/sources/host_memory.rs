@@ -143,7 +143,7 @@ fn scenario_41_what_has_become_resident_leaves_a_few_windows_a_pass_while_others
     rig.filler().forget(0, 0..5);
     let pass = |before: u64| {
         rig.fill(5..8, Keep::Locked);
-        rig.filler().note_pass_end();
+        rig.filler().note_pass_end(None);
         rig.filler().housekeep().unwrap();
         let gone = before - rig.cache_bytes() / UNIT;
         assert!(gone <= 2, "{gone} windows in one pass");

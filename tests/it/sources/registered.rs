@@ -80,7 +80,7 @@ impl Rig {
     }
 
     /// Drops the file from memory.
-    fn drop_from_memory(&self) {
+    pub(super) fn drop_from_memory(&self) {
         let file = File::open(&self.path).unwrap();
         file.sync_all().unwrap();
         rustix::fs::fadvise(&file, 0, None, rustix::fs::Advice::DontNeed).unwrap();

@@ -1,0 +1,64 @@
+"""PyTorch on vbar: what tensors and weights need comes from the same memory.
+
+Before the first CUDA tensor::
+
+    import vbar.torch
+
+    vbar.torch.install(headroom="1G")
+
+From then on PyTorch allocates with vbar. Models that were opened on :func:`device`, or on a
+:class:`vbar.Device` of the same GPU, share its memory: a tensor that does not fit evicts weights,
+then takes back what is cached, and only then raises ``torch.OutOfMemoryError``, after which the
+program goes on. Weights that were evicted come back when they are used again.
+
+What :func:`install` changes in PyTorch, beside its allocator, and why:
+
+* ``torch.cuda.memory_allocated`` and its like raise with any other allocator than PyTorch's own.
+  They answer with vbar's numbers; :func:`uninstall_statistics` undoes that.
+* ``torch.backends.cudnn.benchmark`` stays off, with a warning, since cuDNN's search asks PyTorch's
+  own allocator for its largest free block and fails.
+* ``torch.compile(mode="reduce-overhead")`` captures graphs without sharing their memory in trees
+  (``torch._inductor.config.triton.cudagraph_trees = False``), which other allocators cannot do.
+
+What does not work with any allocator but PyTorch's own: ``torch.cuda.MemPool`` (see
+:func:`mem_pool` for the other way round), CUDA IPC (``torch.multiprocessing`` queues of CUDA
+tensors), ``torch.cuda.memory._record_memory_history``, memory in the profiler.
+
+An allocator cannot be taken back while the process lives.
+"""
+
+from __future__ import annotations
+
+from ._install import (
+    InstallError,
+    NotInUse,
+    check_in_use,
+    configure,
+    device,
+    install,
+    is_installed,
+)
+from ._phase import release_phase
+from ._pool import mem_pool
+from ._statistics import (
+    NotAnswered,
+    allocations_seen,
+    install_statistics,
+    uninstall_statistics,
+)
+
+__all__ = [
+    "InstallError",
+    "NotAnswered",
+    "NotInUse",
+    "allocations_seen",
+    "check_in_use",
+    "configure",
+    "device",
+    "install",
+    "install_statistics",
+    "is_installed",
+    "mem_pool",
+    "release_phase",
+    "uninstall_statistics",
+]

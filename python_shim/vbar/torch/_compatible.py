@@ -1,0 +1,64 @@
+"""What in PyTorch asks its own allocator, past every hook, and how it is kept from that.
+
+``cudnn.benchmark`` looks for the largest free block, trees of CUDA graphs for checkpoints of pools;
+both raise with any other allocator in the middle of a model.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from typing import Any, Callable
+
+_BENCHMARK = (
+    "torch.backends.cudnn.benchmark stays False: cuDNN's search asks PyTorch's own allocator for "
+    "its largest free block, and vbar is the allocator"
+)
+
+
+def install(torch: Any) -> None:
+    """Once, after vbar became the allocator."""
+    _keep_benchmark_off(torch)
+    _without_trees()
+
+
+def _keep_benchmark_off(torch: Any) -> None:
+    set_benchmark: Callable[[bool], None] | None
+    set_benchmark = getattr(torch._C, "_set_cudnn_benchmark", None)
+    if set_benchmark is None:
+        return
+    native: Callable[[bool], None] = set_benchmark
+
+    def refuse(on: bool) -> None:
+        if on:
+            warnings.warn(_BENCHMARK, RuntimeWarning, stacklevel=3)
+        native(False)
+
+    if torch._C._get_cudnn_benchmark():
+        refuse(True)
+    # Both ways there: `flags(benchmark=True)` looks it up when it is called, the attribute has
+    # what was there when torch was imported.
+    torch._C._set_cudnn_benchmark = refuse
+    attribute = vars(type(torch.backends.cudnn)).get("benchmark")
+    if hasattr(attribute, "setter") and not isinstance(attribute, property):
+        attribute.setter = refuse  # type: ignore[union-attr]
+
+
+def _without_trees() -> None:
+    """Graphs of ``torch.compile`` are captured with pools of their own, which the hooks know."""
+    try:
+        import torch._inductor.config as config
+    except ImportError:
+        # No compiler in this build, or none of its parts that we know.
+        return
+    triton = getattr(config, "triton", None)
+    if triton is None or not hasattr(triton, "cudagraph_trees"):
+        return
+    if "torch._inductor.cudagraph_trees" in sys.modules and triton.cudagraph_trees:
+        warnings.warn(
+            "torch.compile was used with trees of CUDA graphs already, which vbar cannot serve: "
+            "functions compiled before vbar.torch.install() may fail",
+            RuntimeWarning,
+            stacklevel=4,
+        )
+    triton.cudagraph_trees = False

@@ -1,0 +1,66 @@
+"""A stand-in for PyTorch: what vbar.torch touches of it, behaving as PyTorch 2.11 was seen to.
+
+There is no native allocator in it: tensors exist only while a plug-in is the allocator. Settings
+come by the environment:
+
+    STAND_IN_LIBRARY  what calls plug-in functions and catches C++ (tests/abi/torch/stand_in.cpp)
+    STAND_IN_C10      libraries to load before, as importing torch does, with colons between
+    STAND_IN_VERSION  the version
+    STAND_IN_MISSING  names that the plug-in's object lacks, with commas between
+    STAND_IN_DEVICES  how many CUDA devices there are
+"""
+
+import ctypes
+import os
+
+__version__ = os.environ.get("STAND_IN_VERSION", "2.11.0+cu130")
+
+#: As libtorch_python's dependencies are: by a path, and for nobody else.
+_loaded = [
+    ctypes.CDLL(path, mode=os.RTLD_NOW | os.RTLD_LOCAL)
+    for path in os.environ.get("STAND_IN_C10", "").split(":")
+    if path
+]
+
+uint8 = "uint8"
+
+
+class OutOfMemoryError(RuntimeError):
+    """As torch's."""
+
+
+class device:
+    def __init__(self, given):
+        given = given if isinstance(given, str) else f"{given.type}:{given.index}"
+        self.type, _, index = given.partition(":")
+        self.index = int(index) if index else None
+
+
+class Tensor:
+    """Bytes of the current allocator."""
+
+    def __init__(self, nbytes, index):
+        cuda.init()
+        self._plug = _C._current
+        if self._plug is None:
+            raise NotImplementedError("the stand-in has no allocator of its own")
+        self._where = (nbytes, index, cuda.current_stream(index).cuda_stream)
+        self._address = self._plug.malloc(*self._where)
+
+    def data_ptr(self):
+        return self._address
+
+    def record_stream(self, stream):
+        self._plug.record(self._address, stream.cuda_stream)
+
+    def __del__(self):
+        if getattr(self, "_address", None):
+            self._plug.free(self._address, *self._where)
+
+
+def empty(nbytes, *, dtype=None, device=None):
+    given = globals()["device"](device)
+    return Tensor(nbytes, given.index or 0)
+
+
+from . import _C, accelerator, backends, cuda  # noqa: E402,F401

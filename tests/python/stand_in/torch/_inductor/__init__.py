@@ -1,0 +1,1 @@
+"""As torch._inductor."""

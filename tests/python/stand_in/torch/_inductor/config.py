@@ -1,0 +1,5 @@
+"""As torch._inductor.config."""
+
+
+class triton:
+    cudagraph_trees = True

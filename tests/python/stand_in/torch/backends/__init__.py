@@ -1,0 +1,3 @@
+"""As torch.backends."""
+
+from . import cudnn  # noqa: F401

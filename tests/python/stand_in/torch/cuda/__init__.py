@@ -1,0 +1,53 @@
+"""As torch.cuda."""
+
+import os
+import types
+
+from .. import _C
+from . import memory
+from .memory import *  # noqa: F403
+
+_initialized = False
+
+
+def device_count():
+    return int(os.environ.get("STAND_IN_DEVICES", "1"))
+
+
+def is_available():
+    return device_count() > 0
+
+
+def is_initialized():
+    return _initialized
+
+
+def init():
+    global _initialized
+    if _initialized:
+        return
+    _initialized = True
+    if _C._current is None:
+        _C._native_initialized = True
+    else:
+        _C._current.init(device_count())
+
+
+def current_device():
+    init()
+    return 0
+
+
+def current_stream(index=None):
+    return types.SimpleNamespace(cuda_stream=0)
+
+
+class MemPool:
+    def __init__(self, allocator=None, use_on_oom=False, no_split=False):
+        init()
+        if _C._current is not None:
+            memory._refuse("createOrIncrefPool")
+        self.allocator, self.use_on_oom, self.no_split = allocator, use_on_oom, no_split
+
+
+__all__ = ["memory", "MemPool"]
