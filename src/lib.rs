@@ -39,12 +39,14 @@
 //!
 //! Locks that guard one lookup (the registry of runtimes, tokens, the filler's place, the thread)
 //! are taken alone; that of the leases of the program's memory, under no other, has the second
-//! under it; a trace's, under any other, is held for as long as it takes to append a record. The
-//! hit path takes none. Two more are taken first of all and only by what PyTorch calls: one while a
-//! device of its is opened, one while a filter of a graph pool is asked, as PyTorch's own allocator
-//! does. A wait asks the waiting thread's check ([`set_wait_check`]), which is the program's code:
-//! nobody who waits holds a lock. The child of a fork takes none, gives none back and wakes nobody
-//! (`sync/lock`), nor does a process that exits.
+//! under it, and that of the place of PyTorch's allocator the first, once. The allocator's own is
+//! taken alone and held for as long as it takes to find a block. A trace's, under any other, is
+//! held for as long as it takes to append a record. The hit path takes none. Two more are taken
+//! first of all and only by what PyTorch calls: one while a device of its is opened, one while a
+//! filter of a graph pool is asked, as PyTorch's own allocator does. A wait asks the waiting
+//! thread's check ([`set_wait_check`]), which is the program's code: nobody who waits holds a lock.
+//! The child of a fork takes none, gives none back and wakes nobody (`sync/lock`), nor does a
+//! process that exits.
 //!
 //! # Threads
 //!

@@ -496,7 +496,7 @@ impl Drop for Inner {
     fn drop(&mut self) {
         self.engine.stop(&self.pager);
         self.housekeeping.stop();
-        if let Some(allocator) = &*self.torch.lock() {
+        if let Some(allocator) = self.torch.get_mut() {
             allocator.close();
         }
         let closed = self.pager.close();

@@ -43,8 +43,7 @@ mod sweep;
 
 use std::sync::Arc;
 
-use crate::driver::CaptureState;
-use crate::driver::DeviceAttribute;
+use crate::driver::{CaptureState, DeviceAttribute};
 use crate::error::{Error, ErrorCode, Result};
 use crate::memory::pager::{Pager, Reclaim};
 use crate::memory::vbar::Bar;
@@ -189,9 +188,11 @@ impl Allocator {
         let id = match stream {
             Stream::DEFAULT | Stream::LEGACY => self.legacy.load(Relaxed),
             Stream::PER_THREAD | Stream::NONE => return None,
-            // One that is being captured must not be asked for its id.
-            _ if device.capture_state(stream).ok()? != CaptureState::None => return None,
-            _ => fences.slot_of(stream).ok()??.stream_id(),
+            // A stream that is being captured must not be asked for its id.
+            _ => match device.inspect(stream).ok()? {
+                (CaptureState::None, slot) => slot?.stream_id(),
+                _ => return None,
+            },
         };
         let mut core = self.core.lock();
         let heap = core.known_heap(ORDINARY, id)?;

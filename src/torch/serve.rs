@@ -109,6 +109,8 @@ impl Allocator {
                 Tries::Served(offset) => return Ok(Some(offset)),
                 // Victims of a request that can wait for no stream: they are free in a moment.
                 Tries::Short(Some(Reason::FencePending)) if self.pause(&mut wait)? => {}
+                // More than may be held at all: nothing that is given back would help.
+                Tries::Short(Some(Reason::TooLarge)) => return Ok(None),
                 Tries::Short(_) if tried == Tried::Device => return Ok(None),
                 Tries::Short(_) => {
                     tried = self.make_room(ask, tried)?;
@@ -233,6 +235,8 @@ impl Allocator {
             self.release_empty(u64::MAX, Which::Recorded, GiveTo::Pages);
             return Ok(Tried::Fences);
         }
+        // Whatever the options say of such waits: the request fails without, and what PyTorch
+        // captures is known by its pools.
         if ask.capture == CaptureState::None && !self.open.any() {
             self.core.lock().statistics.num_sync_all_streams += 1;
             match device.context_wait_asked() {
