@@ -370,7 +370,7 @@ def main():
     parser.add_argument("--page", default="16M")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--passes", type=int, default=2)
-    parser.add_argument("--learn", type=int, default=3)
+    parser.add_argument("--learn", type=int, default=16)
     parser.add_argument("--no-threads", action="store_true")
     parser.add_argument("--json", type=pathlib.Path)
     parser.add_argument("--svg", type=pathlib.Path)

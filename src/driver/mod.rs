@@ -299,8 +299,9 @@ pub trait Driver: Send + Sync + 'static {
     /// `cuStreamWaitEvent`: later work on `stream` waits for the record that `event` holds now.
     fn stream_wait_event(&self, stream: Stream, event: Event) -> DriverResult<()>;
     /// `cuStreamGetId`: unique in the process, never reused, unlike the handle. The default
-    /// streams' ids depend on the current context and thread. Of a stream that is being captured, or
-    /// of the legacy stream while one is, it may not be asked: an error, and the capture is broken.
+    /// streams' ids depend on the current context and thread. Of a stream that is being captured,
+    /// or of the legacy stream while one is, it may not be asked: an error, and that capture is
+    /// broken.
     fn stream_get_id(&self, stream: Stream) -> DriverResult<u64>;
     /// `cuStreamIsCapturing`.
     fn stream_is_capturing(&self, stream: Stream) -> DriverResult<CaptureState>;

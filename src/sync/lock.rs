@@ -31,6 +31,11 @@ impl<T> Mutex<T> {
         self.0.lock()
     }
 
+    /// The value, of one that nobody else can reach.
+    pub(crate) fn get_mut(&mut self) -> &mut T {
+        self.0.get_mut()
+    }
+
     /// Takes it if nobody has it.
     #[inline]
     #[track_caller]

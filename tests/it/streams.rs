@@ -426,8 +426,8 @@ fn the_context_is_not_waited_for_while_a_known_stream_is_captured() {
     world.check();
 }
 
-/// The driver does not tell the id of a stream that is being captured: its uses have a slot of their
-/// own until it runs again.
+/// The driver does not tell the id of a stream that is being captured: its uses have a slot of
+/// their own until it runs again.
 #[test]
 fn what_a_stream_used_while_it_was_captured_is_covered_when_it_runs_again() {
     let options = RuntimeOptions { context_waits: ContextWaits::Never, ..budget_options(2) };
