@@ -2,9 +2,9 @@
 //!
 //! A window costs once, fresh memory and the driver's registering of it, and saves a little in each
 //! cycle from then on. All of them in one cycle made that cycle four times as long (16 GiB on an
-//! H200, a warm file), to save a seventh of each later one. So a cycle takes as many as cost half of
-//! its time, one at least, spread over it: done in about ten cycles, and no layer stalls. And all at
-//! once where they come back soon.
+//! H200, a warm file), to save a seventh of each later one. So a cycle takes as many as cost half
+//! of its time, one at least, spread over it: done in about ten cycles, and no layer stalls. And
+//! all at once where they come back soon.
 //! [`windows_a_cycle`] decides, numbers in, numbers out; [`Pace`] counts.
 //!
 //! What would come from the disk does not ask here, each read that is not made saves more than a

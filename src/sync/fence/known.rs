@@ -1,4 +1,4 @@
-//! Which stream a handle names: slots by the id that the driver gives a stream and never gives again.
+//! Which stream a handle names: slots by the id that the driver gives a stream, and never again.
 //!
 //! The driver refuses to tell the id of a stream that is being captured, and breaks the capture
 //! that asks for it. Such a stream has a slot by its handle until it is seen running again, when a
