@@ -5,6 +5,7 @@
 mod allocations;
 mod bound;
 mod bound_memory;
+mod captured;
 mod cli;
 mod cli_bench;
 mod cli_doctor;

@@ -211,7 +211,9 @@ class Plug(unittest.TestCase):
         """)
 
     def test_threads_without_a_context(self):
-        self.check("""
+        # A slab for each class of sizes and stream, of one page each here, wants room.
+        roomy = CONFIGURED.replace("configure()", 'configure("capacity=256M")')
+        self.check(start=roomy, program="""
             wrong, taken, lock = [], {}, threading.Lock()
             streams = [0, sim.stream(), sim.stream()]
             def work(seed):

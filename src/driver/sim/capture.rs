@@ -138,8 +138,8 @@ impl Drop for SimGraph {
 }
 
 impl Core {
-    /// Gives back what a graph that is gone held when its launches are done, which the host knows by
-    /// that: cuUserObjectCreate promises it of the destructor.
+    /// Gives back what a graph that is gone held when its launches are done, which the host knows
+    /// by that: cuUserObjectCreate promises it of the destructor.
     fn release_retained(
         self: &Arc<Self>,
         retained: Vec<GraphRelease>,
