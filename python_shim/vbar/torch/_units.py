@@ -1,0 +1,166 @@
+"""What is made resident together, and for how long: around a module's own ``forward``.
+
+Not by forward hooks, although PyTorch has those: a hook with ``always_call`` is called after an
+``Exception`` and not after Ctrl-C, and also when somebody's earlier hook has failed and ours has
+not run. A block around ``forward`` ends exactly once, however it ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from typing import TYPE_CHECKING, Any, Iterator
+
+from .._guard import Offloaded, Refill
+from .._many import Ranges
+from .._unshared import Unshared
+from ._entries import Entry, Slot
+from ._parameters import StreamError
+
+if TYPE_CHECKING:
+    from .._guard import Guard
+    from .._values import Reason
+    from ._stream import Streaming
+
+
+class WeightOffloaded(StreamError):
+    """Weights do not fit into the device's memory, now or ever; ``reason`` says why."""
+
+    def __init__(self, names: str, reason: Reason, needed_bytes: int) -> None:
+        super().__init__(
+            f"{names} cannot be resident now: {reason.name}, {needed_bytes} bytes are needed. Give "
+            "the device a larger budget, free tensors, or open it with host_mapped=True, which "
+            "lets it read over the link what is too large"
+        )
+        self.reason = reason
+        self.needed_bytes = needed_bytes
+
+
+class Pinner:
+    """Pins a set of tensors for a block, on the stream that is PyTorch's current one then."""
+
+    def __init__(self, streaming: Streaming, entries: list[Entry]) -> None:
+        self.streaming, self.entries = streaming, entries
+        self._filled = [entry for entry in entries if entry.allocation is not None]
+        direct = [entry for entry in entries if entry.allocation is None and entry.nbytes]
+        bar = streaming.model.bar
+        self._ranges = Ranges(
+            (bar, entry.described.bar_offset, entry.nbytes) for entry in direct
+        )
+
+    @contextlib.contextmanager
+    def pinned(self) -> Iterator[None]:
+        """The block. What is enqueued within it, on that stream, sees the bytes.
+
+        Raises:
+            WeightOffloaded: they do not fit, and nothing is pinned.
+        """
+        device = self.streaming.open_device()
+        if not self._filled:
+            with device.fault_many(self._ranges) as guards:
+                self._check(guards, self.entries)
+                yield
+            return
+        # Those that are filled come first: what they are filled from must find a place.
+        with contextlib.ExitStack() as stack:
+            for entry in self._filled:
+                stack.enter_context(self._filled_guard(entry))
+            guards = stack.enter_context(device.fault_many(self._ranges))
+            self._check(guards, self.entries)
+            yield
+
+    def _filled_guard(self, entry: Entry) -> Guard:
+        """Pins an allocation whose bytes are the file's, cast and patched, once for each fill."""
+        allocation, streaming = entry.allocation, self.streaming
+        assert allocation is not None
+        tries = 0
+        while True:
+            wanted = streaming.version_of(entry)
+            guard = allocation.fault(wait=True)
+            if isinstance(guard, Refill):
+                try:
+                    streaming.fill(entry)
+                    # Before the commit, after which others may look.
+                    entry.version = wanted
+                    guard.commit()
+                except BaseException:
+                    # Not committed: whoever is next fills again, from the start.
+                    guard.close()
+                    raise
+                return guard
+            if isinstance(guard, Offloaded):
+                # Pages above the watermark stay out until the VBAR is wanted again.
+                tries += 1
+                if tries > 1 or not streaming.lift_watermark():
+                    raise WeightOffloaded(entry.name, guard.reason, guard.needed_bytes)
+            elif not guard:
+                raise StreamError(f"{entry.name} is being filled by another thread, without end")
+            elif entry.version == streaming.version_of(entry):
+                return guard
+            else:
+                # Patched in another way: filled again, from the file.
+                guard.close()
+                allocation.invalidate()
+
+    @staticmethod
+    def _check(guards: Any, entries: list[Entry]) -> None:
+        if not guards:
+            names = ", ".join(entry.name for entry in entries[:4])
+            more = f" and {len(entries) - 4} more" if len(entries) > 4 else ""
+            raise WeightOffloaded(names + more, guards.reason, guards.needed_bytes)
+
+
+class Unit(Unshared):
+    """A module and the tensors that are its own: ordinary ones while its ``forward`` runs.
+
+    It is in the module's attributes, so that a module that is streamed is not copied or pickled
+    with a ``forward`` that belongs to another.
+    """
+
+    def __init__(self, streaming: Streaming, module: Any, held: list[tuple[Slot, Entry]]) -> None:
+        entries = list(dict.fromkeys(entry for _, entry in held))
+        self._streaming, self._module = streaming, module
+        self._pinner = Pinner(streaming, entries)
+        self._plain = [(slot.values, slot.name, entry.plain) for slot, entry in held]
+        self._guarded = [(slot.values, slot.name, entry.guarded) for slot, entry in held]
+
+    def install(self, torch: Any) -> None:
+        """Puts the block around the module's ``forward``."""
+        module = self._module
+        module.__dict__[ATTRIBUTE] = self
+        self._own = module.__dict__.get("forward")
+        module.__dict__["forward"] = self._wrapped(torch, module.forward)
+
+    def remove(self) -> None:
+        """Takes it away."""
+        attributes = self._module.__dict__
+        attributes.pop(ATTRIBUTE, None)
+        attributes.pop("forward", None)
+        if self._own is not None:
+            attributes["forward"] = self._own
+
+    def _wrapped(self, torch: Any, forward: Any) -> Any:
+        pinned, plain, guarded = self._pinner.pinned, self._plain, self._guarded
+        refuse_gradients = self._streaming.refuse_gradients
+
+        @functools.wraps(forward)
+        def streamed_forward(*args: Any, **kwargs: Any) -> Any:
+            refuse_gradients(args, kwargs)
+            with pinned():
+                # The last to leave puts the guarded ones back. In between another thread may do
+                # so, or this module within itself: those pin once more, and compute the same.
+                for values, name, tensor in plain:
+                    values[name] = tensor
+                try:
+                    return forward(*args, **kwargs)
+                finally:
+                    for values, name, tensor in guarded:
+                        values[name] = tensor
+
+        # Of the compiler's graphs this is no part; what is called from here is compiled.
+        disable = getattr(getattr(torch, "compiler", None), "disable", None)
+        return streamed_forward if disable is None else disable(streamed_forward, recursive=False)
+
+
+#: Where a module has its unit.
+ATTRIBUTE = "_vbar_streamed"
