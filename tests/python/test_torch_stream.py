@@ -249,6 +249,16 @@ class Streams(Case):
             self.evict()
             self.assertEqual(read(), wanted)
             self.check_no_pins(streaming)
+        # What shares the memory was taken before it went.
+        state = module.state_dict()
+        views = [
+            state["block0.scale"],
+            module.block0.scale.data,
+            module.block0.scale.view((2, 2)).detach(),
+        ]
+        for view in views:
+            self.evict()
+            self.assertEqual(view.tolist(), wanted)
         self.evict()
         self.assertIn(str(wanted), repr(module.block0.scale))
         self.assertIn(str(numbers(WIDTH, 40)), repr(module.block0.shift))
@@ -267,6 +277,31 @@ class Streams(Case):
         x = plain.embedding(self.indexes)
         self.assertEqual(found, torch._dense.linear(x, plain.block0.up.weight).tolist())
         self.check_no_pins(streaming)
+
+    def test_attention_that_uses_its_childs_weight_sees_ordinary_tensors(self):
+        with vbar.torch.empty_model():
+            module = torch.nn.MultiheadAttention(WIDTH)
+        tensors = {
+            "in_proj_weight": told((WIDTH, WIDTH), 1),
+            "out_proj.weight": told((WIDTH, WIDTH), 2),
+        }
+        streaming = self.stream(module, tensors)
+        x = torch.tensor(numbers(WIDTH, 5), device="cuda")
+        found = module(x).tolist()
+        # PyTorch has faster ways, but not for tensors that ask.
+        self.assertIs(module.seen, torch.nn.Parameter)
+        self.assertEqual(type(module.out_proj.weight).__name__, "StreamedParameter")
+        self.check_no_pins(streaming)
+        vbar.torch.unstream(module, "cuda")
+        self.assertEqual(module(x).tolist(), found)
+
+    def test_the_compiler_leaves_the_faults_alone_and_compiles_what_is_within(self):
+        module = self.built()
+        self.stream(module, stack_tensors())
+        forward = module.block0.__dict__["forward"]
+        self.assertTrue(forward._torchdynamo_disable)
+        self.assertFalse(forward.disabled_recursive)
+        self.assertEqual(forward.__wrapped__, Block.forward.__get__(module.block0))
 
     def test_questions_need_no_memory(self):
         module = self.built()

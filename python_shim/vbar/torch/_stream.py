@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from .._model import ModelPath
 
 _ROOT = "_vbar_streaming"
+#: PyTorch's own modules that give their children's weights to one large operation.
+_USE_CHILDREN = ("MultiheadAttention", "TransformerEncoderLayer")
 #: Where allocations of a VBAR begin, so that what they need is known before.
 _ALIGNMENT = 512
 
@@ -320,11 +322,29 @@ class Streaming(Unshared):
 
     def _make_units(self) -> None:
         held: dict[int, tuple[Any, list[tuple[Slot, Entry]]]] = {}
+        users = self._users_of_children()
         for entry in self._entries:
             for slot in entry.slots:
-                _, pairs = held.setdefault(id(slot.module), (slot.module, []))
-                pairs.append((slot, entry))
-        self._units = [Unit(self, child, pairs) for child, pairs in held.values()]
+                for user in [slot.module, *users.get(id(slot.module), ())]:
+                    _, pairs = held.setdefault(id(user), (user, []))
+                    pairs.append((slot, entry))
+        self._units = [Unit(self, user, pairs) for user, pairs in held.values()]
+
+    def _users_of_children(self) -> dict[int, list[Any]]:
+        """By a module's id, those above it that use its weights without calling it.
+
+        Any other parent may do so too: its operations pin for themselves, one by one, and PyTorch's
+        fast paths are not for tensors that do.
+        """
+        found = (getattr(self._torch.nn, name, None) for name in _USE_CHILDREN)
+        kinds = tuple(kind for kind in found if kind is not None)
+        users: dict[int, list[Any]] = {}
+        for module in self.module.modules():
+            if isinstance(module, kinds):
+                for child in module.modules():
+                    if child is not module:
+                        users.setdefault(id(child), []).append(module)
+        return users
 
     def _install(self, owned: Device | None) -> None:
         self._owned_device = owned

@@ -143,7 +143,8 @@ class Unit(Unshared):
         pinned, plain, guarded = self._pinner.pinned, self._plain, self._guarded
         refuse_gradients = self._streaming.refuse_gradients
 
-        @functools.wraps(forward)
+        # Without the attributes: by those the compiler would find what it wraps instead of this.
+        @functools.wraps(forward, updated=())
         def streamed_forward(*args: Any, **kwargs: Any) -> Any:
             refuse_gradients(args, kwargs)
             with pinned():

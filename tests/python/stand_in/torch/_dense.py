@@ -1,7 +1,7 @@
 """Tensors with numbers in them: rows behind each other, on the host or at a device's address.
 
-What is at a device's address is read and written by the simulated device, which stops a program that
-touches what is not mapped. As torch, every operation first asks a subclass that has a
+What is at a device's address is read and written by the simulated device, which counts what touches
+bytes that are not mapped. As torch, every operation first asks a subclass that has a
 ``__torch_function__`` of its own; attributes are asked for as ``__get__`` of a descriptor.
 """
 
