@@ -353,6 +353,43 @@ class Streams(Case):
             self.assertEqual(type(module.block1.scale).__name__, "StreamedParameter")
             vbar.torch.unstream(module)
 
+    def test_an_interrupt_at_any_line_leaves_no_pin(self):
+        tensors, module = stack_tensors(1), self.built(1)
+        streaming = self.stream(module, tensors, patch={"block0.scale": lambda tensor: None})
+        folder = str(pathlib.Path(vbar.torch.__file__).parent)
+
+        def interrupt_at(wanted):
+            """Whether a pass, from nothing resident, was interrupted at its line of that number."""
+            seen = [0]
+
+            def trace(frame, event, argument):
+                if not frame.f_code.co_filename.startswith(folder):
+                    return None
+                if event == "line":
+                    seen[0] += 1
+                    if seen[0] == wanted:
+                        raise KeyboardInterrupt
+                return trace
+
+            self.evict()
+            sys.settrace(trace)
+            try:
+                module(self.indexes)
+            except KeyboardInterrupt:
+                return True
+            finally:
+                sys.settrace(None)
+            return False
+
+        line = 1
+        while interrupt_at(line):
+            gc.collect()
+            self.check_no_pins(streaming)
+            line += 1
+        self.assertGreater(line, 50)
+        self.check_same(module, tensors, 1)
+        self.assertEqual(type(module.block0.scale).__name__, "StreamedParameter")
+
     def test_a_module_within_itself_and_shared_and_in_threads(self):
         class Deep(Block):
             def forward(self, x, depth=3):

@@ -121,8 +121,12 @@ class Unit(Unshared):
         entries = list(dict.fromkeys(entry for _, entry in held))
         self._streaming, self._module = streaming, module
         self._pinner = Pinner(streaming, entries)
-        self._plain = [(slot.values, slot.name, entry.plain) for slot, entry in held]
-        self._guarded = [(slot.values, slot.name, entry.guarded) for slot, entry in held]
+        #: By the id of a module's dictionary: that, and what it has within and outside.
+        places: dict[int, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {}
+        for slot, entry in held:
+            place = places.setdefault(id(slot.values), (slot.values, {}, {}))
+            place[1][slot.name], place[2][slot.name] = entry.plain, entry.guarded
+        self._places = list(places.values())
 
     def install(self, torch: Any) -> None:
         """Puts the block around the module's ``forward``."""
@@ -140,7 +144,7 @@ class Unit(Unshared):
             attributes["forward"] = self._own
 
     def _wrapped(self, torch: Any, forward: Any) -> Any:
-        pinned, plain, guarded = self._pinner.pinned, self._plain, self._guarded
+        pinned, places = self._pinner.pinned, self._places
         refuse_gradients = self._streaming.refuse_gradients
 
         # Without the attributes: by those the compiler would find what it wraps instead of this.
@@ -150,13 +154,13 @@ class Unit(Unshared):
             with pinned():
                 # The last to leave puts the guarded ones back. In between another thread may do
                 # so, or this module within itself: those pin once more, and compute the same.
-                for values, name, tensor in plain:
-                    values[name] = tensor
                 try:
+                    for values, plain, _ in places:
+                        values.update(plain)
                     return forward(*args, **kwargs)
                 finally:
-                    for values, name, tensor in guarded:
-                        values[name] = tensor
+                    for values, _, guarded in places:
+                        values.update(guarded)
 
         # Of the compiler's graphs this is no part; what is called from here is compiled.
         disable = getattr(getattr(torch, "compiler", None), "disable", None)
