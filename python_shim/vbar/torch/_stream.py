@@ -220,7 +220,7 @@ class Streaming(Unshared):
             raise StreamError("the module was unstreamed: its tensors of before have no memory")
         return self.device
 
-    def pinned(self, entries: Iterable[Entry]) -> contextlib.AbstractContextManager[None]:
+    def pinned(self, entries: Iterable[Entry]) -> contextlib.AbstractContextManager[Any]:
         """A block in which tensors are pinned, for who is not within a forward."""
         key = tuple(entries)
         pinner = self._pinners.get(key)

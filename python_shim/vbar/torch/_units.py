@@ -12,12 +12,13 @@ import functools
 from typing import TYPE_CHECKING, Any, Iterator
 
 from .._guard import Offloaded, Refill
-from .._many import Ranges
+from .._many import Guards, Ranges
 from .._unshared import Unshared
 from ._entries import Entry, Slot
 from ._parameters import StreamError
 
 if TYPE_CHECKING:
+    from .._device import Device
     from .._guard import Guard
     from .._values import Reason
     from ._stream import Streaming
@@ -48,25 +49,31 @@ class Pinner:
             (bar, entry.described.bar_offset, entry.nbytes) for entry in direct
         )
 
-    @contextlib.contextmanager
-    def pinned(self) -> Iterator[None]:
+    def pinned(self) -> contextlib.AbstractContextManager[Any]:
         """The block. What is enqueued within it, on that stream, sees the bytes.
 
         Raises:
             WeightOffloaded: they do not fit, and nothing is pinned.
         """
         device = self.streaming.open_device()
-        if not self._filled:
-            with device.fault_many(self._ranges) as guards:
-                self._check(guards, self.entries)
-                yield
-            return
+        return self._with_filled(device) if self._filled else self._fault(device)
+
+    def _fault(self, device: Device) -> Guards:
+        guards = device.fault_many(self._ranges)
+        if isinstance(guards, Offloaded):
+            names = ", ".join(entry.name for entry in self.entries[:4])
+            more = f" and {len(self.entries) - 4} more" if len(self.entries) > 4 else ""
+            raise WeightOffloaded(names + more, guards.reason, guards.needed_bytes)
+        # Whoever is interrupted before the block begins drops them, and the pins go.
+        return guards
+
+    @contextlib.contextmanager
+    def _with_filled(self, device: Device) -> Iterator[None]:
         # Those that are filled come first: what they are filled from must find a place.
         with contextlib.ExitStack() as stack:
             for entry in self._filled:
                 stack.enter_context(self._filled_guard(entry))
-            guards = stack.enter_context(device.fault_many(self._ranges))
-            self._check(guards, self.entries)
+            stack.enter_context(self._fault(device))
             yield
 
     def _filled_guard(self, entry: Entry) -> Guard:
@@ -101,13 +108,6 @@ class Pinner:
                 # Patched in another way: filled again, from the file.
                 guard.close()
                 allocation.invalidate()
-
-    @staticmethod
-    def _check(guards: Any, entries: list[Entry]) -> None:
-        if not guards:
-            names = ", ".join(entry.name for entry in entries[:4])
-            more = f" and {len(entries) - 4} more" if len(entries) > 4 else ""
-            raise WeightOffloaded(names + more, guards.reason, guards.needed_bytes)
 
 
 class Unit(Unshared):
