@@ -25,10 +25,18 @@ What does not work with any allocator but PyTorch's own: ``torch.cuda.MemPool`` 
 tensors), ``torch.cuda.memory._record_memory_history``, memory in the profiler.
 
 An allocator cannot be taken back while the process lives.
+
+Whether or not that is installed, :func:`stream` runs a module whose weights are larger than the
+GPU, from its file::
+
+    with vbar.torch.empty_model():
+        module = Model(config)
+    vbar.torch.stream(module, "model.safetensors", budget="8G")
 """
 
 from __future__ import annotations
 
+from ._empty import empty_model
 from ._install import (
     InstallError,
     NotInUse,
@@ -38,6 +46,7 @@ from ._install import (
     install,
     is_installed,
 )
+from ._parameters import StreamError
 from ._phase import release_phase
 from ._pool import mem_pool
 from ._statistics import (
@@ -46,19 +55,27 @@ from ._statistics import (
     install_statistics,
     uninstall_statistics,
 )
+from ._stream import Streaming, stream, unstream
+from ._units import WeightOffloaded
 
 __all__ = [
     "InstallError",
     "NotAnswered",
     "NotInUse",
+    "StreamError",
+    "Streaming",
+    "WeightOffloaded",
     "allocations_seen",
     "check_in_use",
     "configure",
     "device",
+    "empty_model",
     "install",
     "install_statistics",
     "is_installed",
     "mem_pool",
     "release_phase",
+    "stream",
     "uninstall_statistics",
+    "unstream",
 ]

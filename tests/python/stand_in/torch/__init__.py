@@ -13,6 +13,21 @@ come by the environment:
 import ctypes
 import os
 
+from . import _dense
+from ._dense import (  # noqa: F401
+    DTYPES,
+    arange,
+    device,
+    dtype,
+    inference_mode,
+    is_grad_enabled,
+    no_grad,
+    tensor,
+)
+
+globals().update(DTYPES)
+float32 = DTYPES["float32"]
+
 __version__ = os.environ.get("STAND_IN_VERSION", "2.11.0+cu130")
 
 #: As libtorch_python's dependencies are: by a path, and for nobody else.
@@ -22,22 +37,12 @@ _loaded = [
     if path
 ]
 
-uint8 = "uint8"
-
-
 class OutOfMemoryError(RuntimeError):
     """As torch's."""
 
 
-class device:
-    def __init__(self, given):
-        given = given if isinstance(given, str) else f"{given.type}:{given.index}"
-        self.type, _, index = given.partition(":")
-        self.index = int(index) if index else None
-
-
-class Tensor:
-    """Bytes of the current allocator."""
+class Tensor(_dense.Dense):
+    """Bytes of the current allocator, or numbers: those of `_dense`."""
 
     def __init__(self, nbytes, index):
         cuda.init()
@@ -48,7 +53,7 @@ class Tensor:
         self._address = self._plug.malloc(*self._where)
 
     def data_ptr(self):
-        return self._address
+        return self._address if hasattr(self, "_address") else super().data_ptr()
 
     def record_stream(self, stream):
         self._plug.record(self._address, stream.cuda_stream)
@@ -59,8 +64,12 @@ class Tensor:
 
 
 def empty(nbytes, *, dtype=None, device=None):
+    if isinstance(nbytes, tuple):
+        return _dense.empty(nbytes, dtype or float32, device)
     given = globals()["device"](device)
     return Tensor(nbytes, given.index or 0)
 
 
-from . import _C, accelerator, backends, cuda  # noqa: E402,F401
+_dense.Tensor = Tensor
+
+from . import _C, accelerator, backends, compiler, cuda, nn, utils  # noqa: E402,F401

@@ -1,0 +1,3 @@
+"""As torch.utils."""
+
+from . import dlpack  # noqa: F401

@@ -1,0 +1,400 @@
+"""vbar.torch.stream on a real GPU: a decoder with tied weights in a quarter of its bytes, and more.
+
+Fails where there is no GPU or no torch: it is run on purpose, on a machine that has them.
+
+    VBAR_LIBRARY=.../libvbar.so PYTHONPATH=python_shim python3 tests/python/test_torch_stream_gpu.py
+
+Each test is a process of its own, twice: with PyTorch's own allocator and with vbar's. What it
+printed is shown when it fails.
+"""
+
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+import textwrap
+import unittest
+
+import torch
+
+START = """
+    import copy, ctypes, gc, io, json, os, signal, struct, sys, threading, time, warnings
+    import torch
+    from torch import nn
+    import torch.nn.functional as F
+    import vbar, vbar.torch
+    from vbar.torch import StreamError
+
+    MIB = 1 << 20
+    folder, installed = sys.argv[1], sys.argv[2] == "installed"
+    if installed:
+        vbar.torch.install(headroom="1G", page_size="2M")
+    OPTIONS = {} if installed else {"page_size": "2M"}
+    NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16",
+             torch.int64: "I64", torch.uint8: "U8", torch.bool: "BOOL"}
+
+    def refused(kind, words, call, *arguments, **named):
+        try:
+            call(*arguments, **named)
+        except kind as error:
+            assert words in str(error), f"{words!r} is not in: {error}"
+            return error
+        raise AssertionError(f"nothing was raised with {words!r}")
+
+    def write(path, tensors):
+        header, at = {}, 0
+        for name, tensor in tensors.items():
+            header[name] = {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape),
+                            "data_offsets": [at, at + tensor.nbytes]}
+            at += tensor.nbytes
+        text = json.dumps(header).encode()
+        text += b" " * (-len(text) % 8)
+        with open(path, "wb") as file:
+            file.write(struct.pack("<Q", len(text)) + text)
+            for tensor in tensors.values():
+                flat = tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8)
+                file.write(bytes((ctypes.c_char * flat.numel()).from_address(flat.data_ptr())))
+        return path
+
+    class Layer(nn.Module):
+        def __init__(self, width):
+            super().__init__()
+            self.before = nn.LayerNorm(width)
+            self.attention = nn.MultiheadAttention(width, 8, batch_first=True)
+            self.middle = nn.LayerNorm(width)
+            self.up = nn.Linear(width, 4 * width)
+            self.down = nn.Linear(4 * width, width)
+
+        def forward(self, x):
+            y = self.before(x)
+            x = x + self.attention(y, y, y, need_weights=False)[0]
+            return x + self.down(F.gelu(self.up(self.middle(x))))
+
+    class Decoder(nn.Module):
+        def __init__(self, width=512, count=8, words=2048):
+            super().__init__()
+            self.embedding = nn.Embedding(words, width)
+            self.layers = nn.ModuleList(Layer(width) for _ in range(count))
+            self.norm = nn.LayerNorm(width)
+            self.head = nn.Linear(width, words, bias=False)
+            self.head.weight = self.embedding.weight
+            self.register_buffer("scale", torch.tensor(0.5))
+            self.register_buffer("angles", torch.arange(16) / 16, persistent=False)
+
+        def forward(self, words):
+            x = self.embedding(words) * self.scale + self.angles.mean().to(self.scale.dtype)
+            for layer in self.layers:
+                x = layer(x)
+            return self.head(self.norm(x))
+
+    def made(dtype=torch.bfloat16, **more):
+        # An ordinary one on the GPU, and its file.
+        torch.manual_seed(7)
+        module = Decoder(**more).to("cuda", dtype).eval()
+        state = module.state_dict()
+        del state["head.weight"]
+        path = write(os.path.join(folder, "model.safetensors"), state)
+        return module, path, sum(each.nbytes for each in state.values())
+
+    def empty(dtype=torch.bfloat16, **more):
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(dtype)
+        try:
+            with vbar.torch.empty_model():
+                module = Decoder(**more).eval()
+        finally:
+            torch.set_default_dtype(before)
+        # As `.to(dtype)` made the ordinary one's.
+        module.angles = module.angles.to(dtype)
+        return module
+
+    def part_of(nbytes, part):
+        # With vbar's allocator it is a budget of tensors too, which have to find their place.
+        return "auto" if installed else nbytes // part
+
+    def same(found, wanted, what=""):
+        assert torch.equal(found, wanted), f"{what}: {found.flatten()[:8]} {wanted.flatten()[:8]}"
+
+    def pins(streaming):
+        bars = [streaming.model.bar, *([streaming._bar] if streaming._bar else [])]
+        return sum(page.pin_count for bar in bars for page in bar.residency())
+
+    torch.manual_seed(1)
+    WORDS = torch.randint(0, 2048, (2, 64), device="cuda")
+"""
+
+
+def run(program, *arguments, seconds=200, **environment):
+    """Runs a program; how it ended and what it printed, both outputs in their order."""
+    path = os.pathsep.join([str(pathlib.Path(__file__).parent), *sys.path])
+    done = subprocess.run(
+        [sys.executable, "-X", "faulthandler", "-c", program, *map(str, arguments)],
+        env={**os.environ, "PYTHONPATH": path, **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=seconds,
+    )
+    return done.returncode, done.stdout
+
+
+class Case(unittest.TestCase):
+    def check(self, program, both=True):
+        """Runs a program that must end well, with each allocator; what it printed."""
+        whole = textwrap.dedent(START) + textwrap.dedent(program)
+        whole += "\ntorch.cuda.synchronize()\nprint('the end was reached', flush=True)\n"
+        for allocator in ("native", "installed") if both else ("native",):
+            with self.subTest(allocator=allocator), tempfile.TemporaryDirectory() as folder:
+                code, printed = run(whole, folder, allocator)
+                self.assertEqual(code, 0, f"the program ended with {code}:\n{printed}")
+                self.assertIn("the end was reached", printed)
+                self.assertNotIn("a bug of vbar", printed)
+                print(printed)
+
+
+class Stream(Case):
+    def test_a_tensor_of_an_address_without_memory(self):
+        # PyTorch must believe DLPack: everything else stands on that.
+        self.check("""
+            from vbar.torch._parameters import bytes_at
+            torch.cuda.init()
+            with vbar.Device(page_size="2M") as device:
+                bar = device.create_bar("4M")
+                tensor = bytes_at(torch, bar.address, 4 * MIB, 0)
+                assert tensor.data_ptr() == bar.address and tensor.device.index == 0
+                view = tensor.view(torch.bfloat16).view(1024, 2048)
+                with bar.fault(0, 4 * MIB) as guard:
+                    view.fill_(3)
+                    assert float(view.float().mean()) == 3
+                del tensor, view
+        """)
+
+    def test_scenario_57_bit_identical_in_a_quarter_of_the_bytes(self):
+        self.check("""
+            plain, path, nbytes = made()
+            with torch.inference_mode():
+                wanted = plain(WORDS)
+            module = empty()
+            streaming = vbar.torch.stream(module, path, part_of(nbytes, 4), **OPTIONS)
+            assert streaming.kept == ("angles",), streaming.kept
+            assert module.head.weight is module.embedding.weight
+            assert next(module.parameters()).device.type == "cuda"
+            addresses = [each.data_ptr() for each in module.parameters()]
+            for mode in (torch.inference_mode, torch.no_grad):
+                for turn in range(5):
+                    if installed:
+                        streaming.device.free_memory()
+                    with mode():
+                        same(module(WORDS), wanted, f"pass {turn}")
+            with torch.autocast("cuda", torch.float16), torch.no_grad():
+                found = module(WORDS)
+            with torch.autocast("cuda", torch.float16), torch.no_grad():
+                same(found, plain(WORDS), "autocast")
+            assert [each.data_ptr() for each in module.parameters()] == addresses
+            assert pins(streaming) == 0
+            print(streaming.device.statistics().filled_bytes / nbytes, "times filled")
+            # With all of it resident.
+            streaming.device.budget = None
+            with torch.inference_mode():
+                same(module(WORDS), wanted)
+                torch.cuda.synchronize()
+                for what, each in (("ordinary", plain), ("streamed", module)):
+                    began = time.perf_counter()
+                    for _ in range(20):
+                        each(WORDS)
+                    torch.cuda.synchronize()
+                    print(what, f"{(time.perf_counter() - began) / 20 * 1e3:.3f} ms a pass")
+        """)
+
+    def test_reads_outside_of_forwards(self):
+        self.check("""
+            plain, path, nbytes = made()
+            module = empty()
+            streaming = vbar.torch.stream(module, path, part_of(nbytes, 4), **OPTIONS)
+            wanted = plain.state_dict()
+            for name, value in module.state_dict().items():
+                streaming.device.free_memory()
+                same(value.cpu(), wanted[name].cpu(), name)
+                same(value.clone(), wanted[name], name)
+            streaming.device.free_memory()
+            weight = module.layers[0].up.weight
+            print(weight)
+            same(weight[3].t().cpu(), plain.layers[0].up.weight[3].cpu())
+            same(F.linear(weight[:4], weight), F.linear(wanted["layers.0.up.weight"][:4],
+                                                        wanted["layers.0.up.weight"]))
+            module.to("cuda")
+            assert module.layers[0].up.weight is weight
+            refused(StreamError, "unstream", module.to, "cpu")
+            refused(StreamError, "unstream", module.half)
+            refused(StreamError, "patch=", weight.zero_)
+            refused(StreamError, "patch=", weight.__setitem__, 0, 0)
+            refused(StreamError, "hand out", weight.untyped_storage)
+            refused(StreamError, "not pickled", torch.save, module.state_dict(), io.BytesIO())
+            refused(TypeError, "copied", copy.deepcopy, module)
+            refused(RuntimeError, "patch=", module.load_state_dict, wanted)
+            refused(StreamError, "inference only", weight.requires_grad_)
+            x = torch.randn(2, 4, 512, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+            refused(StreamError, "inference only", module.layers[0].up, x)
+            with torch.no_grad():
+                same(module(WORDS), plain(WORDS))
+            assert pins(streaming) == 0
+        """)
+
+    def test_exceptions_and_interrupts(self):
+        self.check("""
+            plain, path, nbytes = made()
+            module = empty()
+            streaming = vbar.torch.stream(module, path, part_of(nbytes, 4), **OPTIONS)
+            def fail(kind):
+                def hook(module, args):
+                    raise kind("in the middle")
+                return hook
+            for kind in (ValueError, KeyboardInterrupt):
+                handle = module.layers[3].up.register_forward_pre_hook(fail(kind))
+                refused(kind, "in the middle", module, WORDS)
+                handle.remove()
+                assert pins(streaming) == 0
+            # A signal, at any time.
+            signal.signal(signal.SIGALRM, lambda *_: signal.default_int_handler(2, None))
+            caught = 0
+            with torch.no_grad():
+                wanted = plain(WORDS)
+                for turn in range(40):
+                    signal.setitimer(signal.ITIMER_REAL, 0.001 + turn * 0.0005)
+                    try:
+                        for _ in range(20):
+                            module(WORDS)
+                    except KeyboardInterrupt:
+                        caught += 1
+                    signal.setitimer(signal.ITIMER_REAL, 0)
+                    gc.collect()
+                    assert pins(streaming) == 0, turn
+                same(module(WORDS), wanted)
+            print(caught, "interrupts")
+            assert caught
+        """)
+
+    def test_scenario_43_patches_in_the_manner_of_lora(self):
+        self.check("""
+            plain, path, nbytes = made()
+            torch.manual_seed(3)
+            down = torch.randn(2048, 16, device="cuda", dtype=torch.bfloat16) * 0.01
+            up = torch.randn(16, 512, device="cuda", dtype=torch.bfloat16) * 0.01
+            count = [0]
+            def lora(weight):
+                count[0] += 1
+                weight.addmm_(down, up)
+            names = [f"layers.{at}.up.weight" for at in range(8)]
+            module = empty()
+            streaming = vbar.torch.stream(
+                module, path, part_of(nbytes, 2), patch=dict.fromkeys(names, lora), **OPTIONS)
+            with torch.no_grad():
+                without = plain(WORDS)
+                for layer in plain.layers:
+                    layer.up.weight.addmm_(down, up)
+                wanted = plain(WORDS)
+                for turn in range(4):
+                    same(module(WORDS), wanted, f"pass {turn}")
+                    streaming.device.free_memory()
+                print(count[0], "fills")
+                assert count[0] >= 4 * 8
+                streaming.repatch(dict.fromkeys(names))
+                same(module(WORDS), without)
+                streaming.repatch(dict.fromkeys(names, lora))
+                streaming.device.free_memory()
+                same(module(WORDS), wanted)
+            assert pins(streaming) == 0
+        """)
+
+    def test_casts_when_it_is_filled(self):
+        self.check("""
+            plain, path, nbytes = made(torch.float32)
+            module = empty(torch.bfloat16)
+            refused(StreamError, "float32 in the file", vbar.torch.stream, module, path, **OPTIONS)
+            vbar.torch.stream(module, path, part_of(nbytes, 1), dtypes="module", **OPTIONS)
+            plain.to(torch.bfloat16)
+            with torch.no_grad():
+                for turn in range(3):
+                    same(module(WORDS), plain(WORDS))
+        """)
+
+    def test_two_modules_share_a_budget_and_threads_run_them(self):
+        self.check("""
+            plain, path, nbytes = made()
+            one, other = empty(), empty()
+            first = vbar.torch.stream(one, path, part_of(nbytes, 2), **OPTIONS)
+            second = vbar.torch.stream(other, path, device=first.device)
+            with torch.no_grad():
+                wanted = plain(WORDS)
+            wrong = []
+            def work(module):
+                stream = torch.cuda.Stream()
+                with torch.cuda.stream(stream), torch.no_grad():
+                    for turn in range(5):
+                        found = module(WORDS)
+                        stream.synchronize()
+                        if not torch.equal(found, wanted):
+                            wrong.append(turn)
+            torch.cuda.synchronize()
+            threads = [threading.Thread(target=work, args=(each,)) for each in (one, other, one)]
+            for thread in threads: thread.start()
+            for thread in threads: thread.join()
+            assert not wrong, wrong
+            same(one.norm.weight + other.norm.weight, plain.norm.weight * 2)
+            assert pins(first) == pins(second) == 0
+        """)
+
+    def test_scenario_56_compiled_in_the_default_mode(self):
+        self.check("""
+            plain, path, nbytes = made()
+            module = empty()
+            streaming = vbar.torch.stream(module, path, part_of(nbytes, 4), **OPTIONS)
+            compiled = torch.compile(module)
+            with torch.no_grad():
+                wanted = plain(WORDS)
+                for turn in range(4):
+                    torch.testing.assert_close(compiled(WORDS), wanted, atol=0.1, rtol=0.1)
+            print(dict(torch._dynamo.utils.counters["graph_break"]))
+            assert pins(streaming) == 0
+        """, both=False)
+
+    def test_unstream(self):
+        self.check("""
+            plain, path, nbytes = made()
+            with torch.no_grad():
+                wanted = plain(WORDS)
+            # On a module that had memory, too.
+            module = copy.deepcopy(plain).cpu()
+            streaming = vbar.torch.stream(module, path, part_of(nbytes, 4), **OPTIONS)
+            with torch.no_grad():
+                same(module(WORDS), wanted)
+            old = module.norm.weight
+            vbar.torch.unstream(module)
+            refused(StreamError, "unstreamed", old.cpu)
+            assert {each.device.type for each in module.parameters()} == {"cpu"}
+            assert type(module.norm.weight) is nn.Parameter and module.norm.weight.requires_grad
+            assert module.head.weight is module.embedding.weight
+            module.to("cuda")
+            with torch.no_grad():
+                same(module(WORDS), wanted)
+            copy.deepcopy(module)
+            module(WORDS).float().sum().backward()
+            assert module.norm.weight.grad is not None
+        """)
+
+    def test_the_interpreter_ends_with_a_streamed_module_alive(self):
+        self.check("""
+            import builtins
+            plain, path, nbytes = made()
+            builtins.kept = empty()
+            vbar.torch.stream(builtins.kept, path, part_of(nbytes, 4), **OPTIONS)
+            with torch.no_grad():
+                builtins.result = builtins.kept(WORDS)
+        """)
+
+
+if __name__ == "__main__":
+    assert torch.cuda.is_available(), "there is no GPU for torch"
+    print(sys.version, torch.__version__, flush=True)
+    unittest.main(verbosity=2)
