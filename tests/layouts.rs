@@ -77,6 +77,7 @@ signatures! {
     cuDeviceGetName = cuDeviceGetName(_, _, _);
     cuDeviceTotalMem = cuDeviceTotalMem_v2(_, _);
     cuDeviceGetAttribute = cuDeviceGetAttribute(_, _, _);
+    cuDeviceCanAccessPeer = cuDeviceCanAccessPeer(_, _, _);
     cuDevicePrimaryCtxRetain = cuDevicePrimaryCtxRetain(_, _);
     // `_v2` since CUDA 11.0, with the same argument.
     cuDevicePrimaryCtxRelease = cuDevicePrimaryCtxRelease(_);
@@ -109,6 +110,7 @@ signatures! {
     cuStreamSynchronize = cuStreamSynchronize(_);
     cuStreamQuery = cuStreamQuery(_);
     cuStreamWaitEvent = cuStreamWaitEvent(_, _, _);
+    cuStreamGetCtx = cuStreamGetCtx(_, _);
     cuStreamIsCapturing = cuStreamIsCapturing(_, _);
     cuThreadExchangeStreamCaptureMode = cuThreadExchangeStreamCaptureMode(_);
     cuEventCreate = cuEventCreate(_, _);

@@ -54,6 +54,7 @@ impl Stage {
             Verb::DeviceGetAttribute => {
                 sim.device_get_attribute(DEVICE, DeviceAttribute::Integrated).map(drop)
             }
+            Verb::DeviceCanAccessPeer => sim.device_can_access_peer(DEVICE, DEVICE).map(drop),
             Verb::DevicePrimaryCtxRetain => sim.device_primary_ctx_retain(DEVICE).map(drop),
             Verb::DevicePrimaryCtxRelease => sim.device_primary_ctx_release(DEVICE),
             Verb::CtxGetCurrent => sim.ctx_get_current().map(drop),
@@ -99,6 +100,7 @@ impl Stage {
             Verb::StreamQuery => sim.stream_query(self.stream),
             Verb::StreamWaitEvent => sim.stream_wait_event(self.stream, self.event),
             Verb::StreamGetId => sim.stream_get_id(self.stream).map(drop),
+            Verb::StreamGetContext => sim.stream_get_context(self.stream).map(drop),
             Verb::StreamIsCapturing => sim.stream_is_capturing(self.stream).map(drop),
             Verb::ThreadExchangeStreamCaptureMode => {
                 sim.thread_exchange_stream_capture_mode(CaptureMode::Relaxed).map(drop)
