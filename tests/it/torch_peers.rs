@@ -2,12 +2,13 @@
 //! device reaches, and blocks that are used on its streams.
 
 use vbar::Runtime;
-use vbar::driver::{CaptureMode, Context, Driver};
+use vbar::driver::sim::Verb;
+use vbar::driver::{CaptureMode, Context, Driver, DriverCode};
 use vbar::torch::Freed;
 use vbar::units::{DeviceOrdinal, Stream};
 
 use crate::torch::Torch;
-use crate::world::{P, World, budget_options, fault, options, pattern_sum};
+use crate::world::{DEVICE, P, World, budget_options, fault, options, pattern_sum};
 
 const OTHER: DeviceOrdinal = DeviceOrdinal(1);
 const TWO: &str = "capacity=64M,granularity=64K,devices=2";
@@ -168,4 +169,41 @@ fn a_use_in_a_capture_of_the_other_device_is_waited_for_after_it() {
     assert_eq!(again, block, "not used again");
     torch.write(again, 2 * P, 2, torch.world.stream);
     torch.check();
+}
+
+#[test]
+fn a_use_that_cannot_be_fenced_yet_keeps_its_block() {
+    let pair = Pair::new(TWO);
+    let (torch, sim) = (&pair.torch, &pair.torch.world.sim);
+    let block = torch.malloc(2 * P);
+    torch.allocator.record_stream(block, pair.stream);
+    pair.write_there(block, 2 * P, 1);
+    sim.fail_always(Verb::EventRecord, DriverCode::INVALID_HANDLE);
+    assert_eq!(torch.allocator.free(block), Freed::Deferred);
+    // A wait for the first device is no word on the second.
+    sim.ctx_synchronize().unwrap();
+    let other = torch.malloc(2 * P);
+    assert_ne!(other, block, "used again although its use has no fence");
+    sim.heal();
+    torch.allocator.free(torch.malloc(512));
+    pair.release();
+    assert_eq!(torch.malloc(2 * P), block, "never used again");
+    torch.check();
+}
+
+#[test]
+fn a_device_tells_its_peers_and_a_stream_its_context() {
+    for peers in [true, false] {
+        let pair = Pair::new(&format!("{TWO},peers={}", u8::from(peers)));
+        let sim = &pair.torch.world.sim;
+        assert_eq!(sim.device_can_access_peer(DEVICE, OTHER), Ok(peers));
+        assert_eq!(sim.device_can_access_peer(DEVICE, DEVICE), Ok(false));
+        let none = sim.device_can_access_peer(DEVICE, DeviceOrdinal(2));
+        assert_eq!(none.map_err(|error| error.code), Err(DriverCode::INVALID_DEVICE));
+        assert_eq!(sim.stream_get_context(pair.stream), Ok(pair.there));
+        assert_eq!(sim.stream_get_context(pair.torch.world.stream), Ok(pair.here));
+        let given = sim.mem_set_access(pair.torch.target, P, &[DEVICE, OTHER]);
+        let code = DriverCode::INVALID_DEVICE;
+        assert_eq!(given.map_err(|error| error.code), if peers { Ok(()) } else { Err(code) });
+    }
 }
