@@ -16,7 +16,7 @@ use std::num::NonZeroU64;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use crate::driver::{Context, Driver, DriverCode, Event};
+use crate::driver::{CaptureMode, Context, Driver, DriverCode, Event};
 use crate::error::Result;
 use crate::sync::clock::Ticks;
 use crate::sync::context::{ContextFence, WithoutEvent};
@@ -33,6 +33,7 @@ const UNRECORDED: u16 = SLOT_COUNT as u16;
 
 const FREE: u64 = 0;
 const RETIRED: u64 = u64::MAX;
+
 /// A stream as this module knows it: its slot, and the id that tells whether the slot is still its.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct StreamSlot {
@@ -481,6 +482,11 @@ impl Fences {
     }
 
     fn drain(&self, slot: &Slot, ring: &mut Ring) -> Result<()> {
+        if ring.pending.is_empty() {
+            return Ok(());
+        }
+        // Events may be asked while anything is captured, by a thread that says so.
+        let _relaxed = Relaxation::new(&*self.driver);
         while let Some(&(sequence, event)) = ring.pending.front() {
             match self.driver.event_query(event) {
                 Ok(()) => {}
@@ -493,6 +499,29 @@ impl Fences {
             slot.passed.fetch_max(sequence, AcqRel);
         }
         Ok(())
+    }
+}
+
+/// The calling thread in relaxed capture mode until it is dropped, as far as the driver lets it.
+struct Relaxation<'a> {
+    driver: &'a dyn Driver,
+    before: Option<CaptureMode>,
+}
+
+impl<'a> Relaxation<'a> {
+    fn new(driver: &'a dyn Driver) -> Self {
+        let before = driver.thread_exchange_stream_capture_mode(CaptureMode::Relaxed).ok();
+        Self { driver, before }
+    }
+}
+
+impl Drop for Relaxation<'_> {
+    fn drop(&mut self) {
+        if let Some(before) = self.before
+            && let Err(error) = self.driver.thread_exchange_stream_capture_mode(before)
+        {
+            log::warn!("putting the capture mode back: {error}");
+        }
     }
 }
 

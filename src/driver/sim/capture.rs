@@ -15,6 +15,7 @@ use std::thread::ThreadId;
 use parking_lot::Mutex;
 
 use super::Core;
+use super::order::Clock;
 use super::stream::{Point, StreamKind, StreamState, Work};
 use super::verb::Verb;
 use crate::driver::{CaptureMode, CaptureState, DriverCode, DriverResult, GraphRelease};
@@ -93,6 +94,8 @@ pub struct SimGraph {
     works: Vec<Work>,
     retained: Mutex<Vec<GraphRelease>>,
     launches: Mutex<Vec<Point>>,
+    /// What is done when they are.
+    clock: Mutex<Clock>,
 }
 
 impl SimGraph {
@@ -114,6 +117,7 @@ impl SimGraph {
         }
         let mut launches = self.launches.lock();
         launches.retain(|point| !point.passed());
+        self.clock.lock().merge(&stream.queue.lock().clock);
         launches.push(Point { stream, number });
         Ok(())
     }
@@ -128,12 +132,20 @@ impl SimGraph {
 impl Drop for SimGraph {
     fn drop(&mut self) {
         let retained = std::mem::take(self.retained.get_mut());
-        self.core.release_retained(retained, std::mem::take(self.launches.get_mut()));
+        let launches = std::mem::take(self.launches.get_mut());
+        self.core.release_retained(retained, launches, std::mem::take(self.clock.get_mut()));
     }
 }
 
 impl Core {
-    fn release_retained(self: &Arc<Self>, retained: Vec<GraphRelease>, launches: Vec<Point>) {
+    /// Gives back what a graph that is gone held when its launches are done, which the host knows by
+    /// that: cuUserObjectCreate promises it of the destructor.
+    fn release_retained(
+        self: &Arc<Self>,
+        retained: Vec<GraphRelease>,
+        launches: Vec<Point>,
+        clock: Clock,
+    ) {
         if retained.is_empty() {
             return;
         }
@@ -141,6 +153,7 @@ impl Core {
             for point in launches {
                 core.wait_for(&point.stream, point.number);
             }
+            core.host_has_seen(&clock);
             for release in retained {
                 release();
             }
@@ -300,6 +313,7 @@ impl Core {
             works: body.works,
             retained: Mutex::new(body.retained),
             launches: Mutex::default(),
+            clock: Mutex::default(),
         };
         if capture.is_invalid() {
             return Err(verb.error(DriverCode::STREAM_CAPTURE_INVALIDATED));

@@ -159,16 +159,15 @@ impl Pager {
     /// Stamps the pages of holds of one stream, and covers the stamps if it is time to. The
     /// per-thread default stream is several, one on each thread that has faulted.
     fn stamp_all(&self, pins: &[(&Arc<Bar>, &Hold)]) {
-        let mut slots: Vec<StreamSlot> = Vec::new();
+        let mut stamped: Vec<(StreamSlot, Option<StreamSlot>)> = Vec::new();
         for (bar, hold) in pins {
-            let Some(slot) = hold.slot else { continue };
-            self.stamp(bar, hold, hold.stream, slot);
-            if !slots.contains(&slot) {
-                slots.push(slot);
+            let Some(slot) = self.stamp_use(bar, hold) else { continue };
+            if !stamped.iter().any(|(of, _)| *of == slot) {
+                stamped.push((slot, hold.slot));
             }
         }
-        for slot in slots {
-            let of_slot = pins.iter().filter(|(_, hold)| hold.slot == Some(slot));
+        for (slot, of_hold) in stamped {
+            let of_slot = pins.iter().filter(|(_, hold)| hold.slot == of_hold);
             self.cover_or_warn(of_slot.copied(), slot);
         }
     }

@@ -22,14 +22,52 @@ impl Pager {
         if crate::process::ending() {
             return Ok(());
         }
-        let Some(slot) = hold.slot else { return self.end_use(bar, hold) };
-        if hold.kept && self.is_capturing(hold.stream) {
-            // All of its uses are in the graph, which has pins of its own.
-            return self.end_use(bar, hold);
+        if let Some(slot) = self.stamp_use(bar, hold) {
+            self.cover_or_warn(std::iter::once((bar, hold)), slot);
+        }
+        self.end_use(bar, hold)
+    }
+
+    /// Stamps what a hold was used for. Returns the slot whose stamps a record is to cover.
+    #[inline(always)]
+    pub(super) fn stamp_use(&self, bar: &Bar, hold: &Hold) -> Option<StreamSlot> {
+        let mut slot = hold.slot?;
+        if hold.kept || slot.is_captured() {
+            slot = self.slot_after_capture(bar, hold, slot)?;
         }
         self.stamp(bar, hold, hold.stream, slot);
-        self.cover_or_warn(std::iter::once((bar, hold)), slot);
-        self.end_use(bar, hold)
+        Some(slot)
+    }
+
+    /// The slot for the uses of a hold that was got in a capture, or is kept by its graph; `None`
+    /// where nothing is left to do.
+    #[cold]
+    fn slot_after_capture(&self, bar: &Bar, hold: &Hold, slot: StreamSlot) -> Option<StreamSlot> {
+        if hold.kept && self.is_capturing(hold.stream) {
+            // All of its uses are in the graph, which has pins of its own.
+            return None;
+        }
+        if !slot.is_captured() {
+            return Some(slot);
+        }
+        // The stream's own now. Where it is not known to be the same stream, nothing is recorded.
+        let is_named =
+            !hold.stream.is_none() && self.device.fences.is_captured_as(hold.stream, slot);
+        let running = || {
+            let _scope = self.device.enter().ok()?;
+            match self.device.inspect(hold.stream).ok()? {
+                (CaptureState::None, own) => own,
+                _ => None,
+            }
+        };
+        let own = if is_named { running() } else { None };
+        if own.is_none() {
+            let unknown = self.device.fences.unrecorded_stamp();
+            bar.table
+                .pages(hold.pages.clone())
+                .for_each(|(_, page)| self.stamp_page(page, unknown));
+        }
+        own
     }
 
     #[inline(always)]
@@ -199,8 +237,8 @@ impl Pager {
     #[cold]
     fn join_stamp(&self, page: &Page, stream: Stream, slot: StreamSlot) {
         let fences = &self.device.fences;
-        let context = self.device.enter_context();
-        let can_wait = context.is_ok() && self.can_wait(stream, slot);
+        let scope = self.device.enter();
+        let can_wait = scope.is_ok() && self.can_wait(stream, slot);
         for user in page.users() {
             let joined = can_wait
                 && matches!(fences.cover(user), Ok(Cover::Recorded | Cover::Passed))

@@ -19,6 +19,16 @@ thread_local! {
     static THREAD_MARK: u8 = const { 0 };
 }
 
+impl StreamSlot {
+    /// Whether the stream was being captured when the slot was asked for: it says which stream it
+    /// was only for as long as the stream is there.
+    #[inline(always)]
+    #[must_use]
+    pub fn is_captured(self) -> bool {
+        self.id.get() >= CAPTURED
+    }
+}
+
 impl Fences {
     /// The slot of a stream, found by its id or made. The handle must be valid, and for an
     /// implicit one the runtime's context current; the stream is not being captured.
@@ -59,6 +69,13 @@ impl Fences {
             Error::new(ErrorCode::Unsupported, text)
         })?;
         self.find_or_insert(id)
+    }
+
+    /// Whether the slot is one that the stream got while it was being captured. A handle may be
+    /// another stream's by now: only for streams that are known to be there still.
+    #[must_use]
+    pub fn is_captured_as(&self, stream: Stream, slot: StreamSlot) -> bool {
+        slot.id == captured_id(stream)
     }
 
     /// The slot that a stream had while it was being captured, until [`Fences::end_capture`].
