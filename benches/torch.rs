@@ -156,26 +156,27 @@ fn through_c(word: &str) -> Outcome<()> {
     // Never unloaded: it has exit handlers.
     let library: &'static Library =
         Box::leak(Box::new(library.map_err(|error| format!("{}: {error}", path.display()))?));
-    // SAFETY: the signatures are those of vbar.h.
-    let (malloc, free) = unsafe {
-        (*library.get::<Malloc>("vbar_torch_malloc")?, *library.get::<Free>("vbar_torch_free")?)
-    };
+    // SAFETY: the signature is that of vbar.h.
+    let malloc = *unsafe { library.get::<Malloc>("vbar_torch_malloc")? };
+    // SAFETY: as above.
+    let free = *unsafe { library.get::<Free>("vbar_torch_free")? };
+    // SAFETY: as above.
+    let configure = *unsafe { library.get::<Configure>("vbar_torch_configure")? };
     let driver = CString::new(word)?;
     // SAFETY: zeros are the defaults of every field.
     let mut options: VbarDeviceOptions = unsafe { std::mem::zeroed() };
     options.size = size_of::<VbarDeviceOptions>();
     options.driver = driver.as_ptr();
     options.budget_bytes = 2 << 30;
-    // SAFETY: as above; the options are read in the call.
-    let status = unsafe { library.get::<Configure>("vbar_torch_configure")?(&raw const options) };
+    // SAFETY: the options are read in the call.
+    let status = unsafe { configure(&raw const options) };
     println!("C ABI, {}, configured with {status:?}", path.display());
     let pairs = |bytes: usize| {
         per_pair(|| {
+            // SAFETY: the function takes any numbers.
+            let place = unsafe { malloc(black_box(bytes), 0, 0) };
             // SAFETY: the block is of this library, and is freed once.
-            unsafe {
-                let place = malloc(black_box(bytes), 0, 0);
-                free(black_box(place), bytes, 0, 0);
-            }
+            unsafe { free(black_box(place), bytes, 0, 0) };
         })
     };
     // SAFETY: as above. NULL here would make every pair nothing.
