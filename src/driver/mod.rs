@@ -160,8 +160,8 @@ pub trait Driver: Send + Sync + 'static {
         attribute: DeviceAttribute,
     ) -> DriverResult<i32>;
 
-    /// `cuDeviceCanAccessPeer`: whether `device` can reach the memory of `peer`; no device is its own
-    /// peer.
+    /// `cuDeviceCanAccessPeer`: whether `device` can reach the memory of `peer`; no device is
+    /// its own peer.
     fn device_can_access_peer(
         &self,
         device: DeviceOrdinal,
