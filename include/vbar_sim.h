@@ -38,6 +38,7 @@
    vmm=FLAG                  virtual memory management works; 1
    host_vmm=FLAG             host frames can be mapped, as since CUDA 12.9; 1
    ctx_event=FLAG            cuCtxRecordEvent works, as since CUDA 12.5; 1
+   peers=FLAG                devices reach each other's memory; 1
    read_only=FLAG            pages of files can be registered; 0
    checked=FLAG              peeks and sources of copies are checked for races too; 0
    hang=VERB                 calls of it do not return, as mem_release; none

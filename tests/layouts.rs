@@ -77,6 +77,7 @@ signatures! {
     cuDeviceGetName = cuDeviceGetName(_, _, _);
     cuDeviceTotalMem = cuDeviceTotalMem_v2(_, _);
     cuDeviceGetAttribute = cuDeviceGetAttribute(_, _, _);
+    cuDeviceCanAccessPeer = cuDeviceCanAccessPeer(_, _, _);
     cuDevicePrimaryCtxRetain = cuDevicePrimaryCtxRetain(_, _);
     // `_v2` since CUDA 11.0, with the same argument.
     cuDevicePrimaryCtxRelease = cuDevicePrimaryCtxRelease(_);
@@ -109,6 +110,7 @@ signatures! {
     cuStreamSynchronize = cuStreamSynchronize(_);
     cuStreamQuery = cuStreamQuery(_);
     cuStreamWaitEvent = cuStreamWaitEvent(_, _, _);
+    cuStreamGetCtx = cuStreamGetCtx(_, _);
     cuStreamIsCapturing = cuStreamIsCapturing(_, _);
     cuThreadExchangeStreamCaptureMode = cuThreadExchangeStreamCaptureMode(_);
     cuEventCreate = cuEventCreate(_, _);
@@ -156,7 +158,7 @@ newer_signatures! {
 #[test]
 fn every_function_of_the_table_is_compared() {
     // A function added to the table belongs in one of the two lists above.
-    assert_eq!((Api::REQUIRED.len(), Api::OPTIONAL.len()), (49, 8));
+    assert_eq!((Api::REQUIRED.len(), Api::OPTIONAL.len()), (51, 8));
 }
 
 macro_rules! check_layout {

@@ -92,6 +92,7 @@ const UNSAFE: &[&str] = &[
     "src/driver/cuda/graph.rs",
     "src/driver/cuda/kernels.rs",
     "src/driver/cuda/linear.rs",
+    "src/driver/cuda/place.rs",
     "src/driver/cuda/pointer.rs",
     "src/driver/sim/device.rs",
     "src/driver/sim/door.rs",

@@ -160,6 +160,13 @@ pub trait Driver: Send + Sync + 'static {
         attribute: DeviceAttribute,
     ) -> DriverResult<i32>;
 
+    /// `cuDeviceCanAccessPeer`: whether `device` can reach the memory of `peer`; no device is
+    /// its own peer.
+    fn device_can_access_peer(
+        &self,
+        device: DeviceOrdinal,
+        peer: DeviceOrdinal,
+    ) -> DriverResult<bool>;
     /// `cuDevicePrimaryCtxRetain`: the primary context, created if need be, its count one up.
     fn device_primary_ctx_retain(&self, device: DeviceOrdinal) -> DriverResult<Context>;
     /// `cuDevicePrimaryCtxRelease`.
@@ -303,6 +310,9 @@ pub trait Driver: Send + Sync + 'static {
     /// or of the legacy stream while one is, it may not be asked: an error, and that capture is
     /// broken.
     fn stream_get_id(&self, stream: Stream) -> DriverResult<u64>;
+    /// `cuStreamGetCtx`: the context that a stream was created in. Of a stream that is being
+    /// captured it is not asked.
+    fn stream_get_context(&self, stream: Stream) -> DriverResult<Context>;
     /// `cuStreamIsCapturing`.
     fn stream_is_capturing(&self, stream: Stream) -> DriverResult<CaptureState>;
     /// `cuThreadExchangeStreamCaptureMode`: sets the calling thread's mode, returns the old one.

@@ -190,6 +190,7 @@ table! {
         cuDeviceGetName = "cuDeviceGetName"(*mut c_char, c_int, CUdevice);
         cuDeviceTotalMem = "cuDeviceTotalMem_v2"(*mut usize, CUdevice);
         cuDeviceGetAttribute = "cuDeviceGetAttribute"(*mut c_int, c_int, CUdevice);
+        cuDeviceCanAccessPeer = "cuDeviceCanAccessPeer"(*mut c_int, CUdevice, CUdevice);
         cuDevicePrimaryCtxRetain = "cuDevicePrimaryCtxRetain"(*mut CUcontext, CUdevice);
         cuDevicePrimaryCtxRelease = "cuDevicePrimaryCtxRelease_v2"(CUdevice);
         cuDevicePrimaryCtxGetState = "cuDevicePrimaryCtxGetState"(
@@ -228,6 +229,7 @@ table! {
         cuStreamSynchronize = "cuStreamSynchronize"(CUstream);
         cuStreamQuery = "cuStreamQuery"(CUstream);
         cuStreamWaitEvent = "cuStreamWaitEvent"(CUstream, CUevent, c_uint);
+        cuStreamGetCtx = "cuStreamGetCtx"(CUstream, *mut CUcontext);
         cuStreamIsCapturing = "cuStreamIsCapturing"(CUstream, *mut c_uint);
         cuThreadExchangeStreamCaptureMode = "cuThreadExchangeStreamCaptureMode"(*mut c_uint);
         cuEventCreate = "cuEventCreate"(*mut CUevent, c_uint);

@@ -35,6 +35,8 @@ pub struct Device {
     pub cancellation: Cancellation,
     /// As given at open; budget, headroom, time-out and threads may have changed since.
     pub options: RuntimeOptions,
+    /// The device, then those that reach its memory; empty before they were asked for.
+    reach: OnceLock<Vec<DeviceOrdinal>>,
     lost: AtomicBool,
     /// Longest wait, in nanoseconds.
     wait_timeout: AtomicU64,
@@ -68,6 +70,7 @@ impl Device {
             cancellation: Cancellation::default(),
             wait_timeout: AtomicU64::new(nanos(options.wait_timeout)),
             options,
+            reach: OnceLock::new(),
             lost: AtomicBool::new(false),
             lost_by: OnceLock::new(),
         }
@@ -144,6 +147,26 @@ impl Device {
             }
         }
         Err(last)
+    }
+
+    /// The device, and all that reach its memory as peers, asked for once: whom access is given to
+    /// that others' kernels and copies need as well.
+    ///
+    /// # Errors
+    /// What the driver says; it is asked again then.
+    pub fn reach(&self) -> Result<&[DeviceOrdinal]> {
+        if let Some(reach) = self.reach.get() {
+            return Ok(reach);
+        }
+        let count = self.driver.device_get_count().map_err(|error| self.note(error.into()))?;
+        let mut reach = vec![self.ordinal];
+        for other in (0..count).map(DeviceOrdinal).filter(|other| *other != self.ordinal) {
+            let able = self.retry(|| self.driver.device_can_access_peer(other, self.ordinal));
+            if able.map_err(|error| self.note(error.into()))? {
+                reach.push(other);
+            }
+        }
+        Ok(self.reach.get_or_init(|| reach))
     }
 
     /// Whether a sticky error was seen.

@@ -6,6 +6,7 @@
 //! uses waits for the end of the capture and is recorded then.
 
 use super::heap::{ORDINARY, Sort};
+use super::pending::{Of, Used};
 use super::{Allocator, Freed};
 use crate::driver::CaptureState;
 use crate::sync::fence::StreamSlot;
@@ -17,7 +18,7 @@ use crate::units::Stream;
 #[derive(Default)]
 struct Fencing {
     tickets: Vec<Ticket>,
-    capturing: Vec<(Stream, StreamSlot)>,
+    capturing: Vec<Used>,
 }
 
 impl Allocator {
@@ -36,22 +37,24 @@ impl Allocator {
         if offset >= self.arena.space.bytes {
             return;
         }
-        let slot = device.enter_context().and_then(|_context| device.inspect(stream));
+        let elsewhere = self.default_elsewhere(stream);
+        let found = device.enter_context().and_then(|_context| self.what_it_is(stream));
         let mut core = self.core.lock();
         let Some(heap) = core.live_heap(offset) else { return };
         let own = core.heap(heap).slot;
-        let named = match slot {
-            Ok((_, Some(slot))) if slot.stream_id() == own.stream_id() => return,
-            Ok((_, Some(slot))) => (stream, slot),
-            // Uses that cannot be known of: only a wait for the device tells that they are over.
-            _ => (Stream::NONE, own),
-        };
-        let uses = core.uses.entry(offset).or_default();
-        if !uses.iter().any(|(_, known)| known.stream_id() == named.1.stream_id()) {
-            uses.push(named);
+        // Uses that cannot be known of: only a wait for the device tells that they are over.
+        let unknown = Used::ours(Stream::NONE, own);
+        let named = found.as_ref().map_or(unknown, |used| used.unwrap_or(unknown));
+        let is_own = named.is_same(&Used::ours(stream, own)) && named != unknown;
+        let named = Some(named).filter(|_| !is_own);
+        for used in named.into_iter().chain(elsewhere) {
+            let uses = core.uses.entry(offset).or_default();
+            if !uses.iter().any(|known| known.is_same(&used)) {
+                uses.push(used);
+            }
         }
         drop(core);
-        if let Err(error) = slot {
+        if let Err(error) = found {
             log::error!("a block was recorded for {stream:?}: {}", device.note(error));
         }
     }
@@ -76,10 +79,10 @@ impl Allocator {
         let mut fencing = Fencing::default();
         let own = self.own_ticket(&mut slot, &mut fencing);
         if pool == ORDINARY && self.is_captured(stream) {
-            fencing.capturing.push((stream, slot));
+            fencing.capturing.push(Used::ours(stream, slot));
         }
-        for (stream, used) in uses {
-            self.fence(stream, used, &mut fencing);
+        for used in uses {
+            self.fence(used, &mut fencing);
         }
         if let Err(error) = device.check() {
             log::debug!("a block stays: {error}");
@@ -113,22 +116,36 @@ impl Allocator {
     }
 
     /// Records a fence behind the uses of a stream, or notes that it is being captured.
-    fn fence(&self, stream: Stream, slot: StreamSlot, fencing: &mut Fencing) {
+    fn fence(&self, used: Used, fencing: &mut Fencing) {
         let device = &self.pager.device;
-        if !stream.is_none() {
-            let recorded = device.enter().and_then(|_scope| {
+        let used = self.known_by_now(used);
+        let stream = used.stream;
+        let recorded = match used.of {
+            Of::Unknown(_) => Ok(None),
+            Of::Another(context) => match self.fence_elsewhere(stream, context) {
+                Ok(ticket) => Ok(ticket),
+                // No wait for our own context would tell that they are over: tried again later.
+                Err(error) => {
+                    log::debug!("a use elsewhere has no fence yet: {error}");
+                    Ok(None)
+                }
+            },
+            Of::Ours(_) if stream.is_none() => Ok(Some(device.fences.unrecorded_stamp())),
+            Of::Ours(slot) => device.enter().and_then(|_scope| {
                 if device.capture_state(stream)? != CaptureState::None {
                     return Ok(None);
                 }
                 device.retry(|| device.fences.record(stream, slot)).map(Some)
-            });
-            match recorded {
-                Ok(Some(ticket)) => return fencing.tickets.push(ticket),
-                Ok(None) => return fencing.capturing.push((stream, slot)),
-                Err(error) => log::warn!("a use is known to no fence: {}", device.note(error)),
+            }),
+        };
+        match recorded {
+            Ok(Some(ticket)) => fencing.tickets.push(ticket),
+            Ok(None) => fencing.capturing.push(used),
+            Err(error) => {
+                log::warn!("a use is known to no fence: {}", device.note(error));
+                fencing.tickets.push(device.fences.unrecorded_stamp());
             }
         }
-        fencing.tickets.push(device.fences.unrecorded_stamp());
     }
 
     /// Lets a block wait for its fences, or caches it when there are none.
@@ -199,8 +216,8 @@ impl Allocator {
             };
             let (streams, own, slot) = taken;
             let mut fencing = Fencing::default();
-            for (stream, used) in streams {
-                self.fence(stream, used, &mut fencing);
+            for used in streams {
+                self.fence(used, &mut fencing);
             }
             self.put_aside(offset, own, slot, fencing);
         }

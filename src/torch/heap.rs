@@ -17,7 +17,7 @@ use std::hash::{BuildHasherDefault, Hasher};
 
 use super::extents::{Extents, Piece};
 use super::pages::{Pages, Use};
-use super::pending::Pending;
+use super::pending::{Pending, Used};
 use super::slabs::{CLASS_COUNT, GRAIN, Slab, class_max, class_of};
 use super::statistics::{AllocatorStatistics, Kind, PoolId};
 use crate::sync::fence::{Fences, StreamSlot};
@@ -176,7 +176,7 @@ pub(super) struct Core {
     pub(super) heaps: Vec<Option<Box<Heap>>>,
     pub(super) pools: Vec<Option<Pool>>,
     /// Streams beside its own that a live block was recorded for.
-    pub(super) uses: ByOffset<Vec<(Stream, StreamSlot)>>,
+    pub(super) uses: ByOffset<Vec<Used>>,
     pub(super) pending: Pending,
     pub(super) statistics: AllocatorStatistics,
 }

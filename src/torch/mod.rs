@@ -12,6 +12,7 @@
 //!
 //! ```text
 //! mod serve free reclaim pools segment report     calls: locks, fences, faults, waits
+//! elsewhere                                       streams of other contexts
 //! direct                                          the same without an arena
 //! heap give grow sweep pending pages              under the lock: blocks, pages
 //! extents slabs reserve                           pure: pieces, slots, a peak
@@ -23,6 +24,7 @@
 //! driver call, and a later request on the same stream records, at most once in 50 us.
 
 mod direct;
+mod elsewhere;
 mod extents;
 mod free;
 mod give;
@@ -108,6 +110,8 @@ pub struct Allocator {
     /// Blocks that were freed and wait.
     waiting: AtomicU32,
     open: OpenPools,
+    /// Waits for streams of other contexts, once there was one.
+    elsewhere: Mutex<Option<Stream>>,
     /// Pages that the allocator may hold.
     page_limit: AtomicU64,
     /// Bits of the fraction that it follows from.
@@ -144,6 +148,7 @@ impl Allocator {
             legacy: AtomicU64::new(0),
             waiting: AtomicU32::new(0),
             open: OpenPools::default(),
+            elsewhere: Mutex::new(None),
             page_limit: AtomicU64::new(u64::MAX),
             fraction: AtomicU64::new(1.0f64.to_bits()),
             closed: AtomicBool::new(false),
@@ -261,6 +266,17 @@ impl Allocator {
         Freed::Unknown
     }
 
+    /// Whether an address is of this device: one of its arena, or where there is none of a live
+    /// block. No lock is held in an arena.
+    #[inline]
+    #[must_use]
+    pub fn owns(&self, address: u64) -> bool {
+        match &self.direct {
+            Some(direct) => direct.block_at(address).is_some(),
+            None => address.wrapping_sub(self.base) < self.arena.space.bytes,
+        }
+    }
+
     /// An address in the arena; `base` is 0 where each address is the driver's own.
     #[inline(always)]
     fn address_of(&self, offset: u64) -> u64 {
@@ -270,5 +286,6 @@ impl Allocator {
     /// Nothing is served and nothing is done from now on: the device is about to be closed.
     pub(crate) fn close(&self) {
         self.closed.store(true, Release);
+        self.end_row();
     }
 }

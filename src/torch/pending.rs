@@ -7,7 +7,41 @@ use super::heap::{ByOffset, Sort};
 use super::sweep::Span;
 use crate::sync::fence::StreamSlot;
 use crate::sync::ticket::Ticket;
-use crate::units::Stream;
+use crate::units::{Context, Stream};
+
+/// Another stream that a block was recorded for.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) struct Used {
+    pub(super) stream: Stream,
+    pub(super) of: Of,
+}
+
+/// What a stream is of.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Of {
+    /// The device's own context, which knows it by a slot.
+    Ours(StreamSlot),
+    /// Another context, of another device mostly: a fence of ours cannot be recorded there.
+    Another(Context),
+    /// Not known: while a stream is being captured it is not asked for.
+    Unknown(StreamSlot),
+}
+
+impl Used {
+    pub(super) fn ours(stream: Stream, slot: StreamSlot) -> Self {
+        Self { stream, of: Of::Ours(slot) }
+    }
+
+    /// Whether both are one stream.
+    pub(super) fn is_same(&self, other: &Self) -> bool {
+        match (self.of, other.of) {
+            (Of::Another(_), _) | (_, Of::Another(_)) => self == other,
+            (Of::Ours(one) | Of::Unknown(one), Of::Ours(two) | Of::Unknown(two)) => {
+                one.stream_id() == two.stream_id()
+            }
+        }
+    }
+}
 
 /// A block that was freed and waits.
 #[derive(Debug)]
@@ -22,7 +56,7 @@ pub(super) struct Waiting {
     pub(super) tickets: Vec<Ticket>,
     /// Streams that were being captured: what they use the block for runs later, and is recorded
     /// when no capture is under way.
-    pub(super) capturing: Vec<(Stream, StreamSlot)>,
+    pub(super) capturing: Vec<Used>,
     /// A thread is recording fences for it.
     pub(super) in_hand: bool,
 }

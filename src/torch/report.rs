@@ -46,7 +46,10 @@ impl Allocator {
         if let Some(direct) = &self.direct {
             return direct.block_at(address);
         }
-        let offset = address.checked_sub(self.base)?;
+        if !self.owns(address) {
+            return None;
+        }
+        let offset = address - self.base;
         let core = self.look()?;
         let (start, bytes) = core.block_at(offset)?;
         Some((self.base + start, bytes))

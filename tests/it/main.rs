@@ -49,6 +49,7 @@ mod streams;
 mod threads;
 mod torch;
 mod torch_more;
+mod torch_peers;
 mod torch_pressure;
 mod torch_storm;
 mod torch_streams;

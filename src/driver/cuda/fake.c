@@ -29,6 +29,10 @@ result cuDeviceGetAttribute(int *value, int attribute, int device) {
     default: return INVALID_VALUE;
     }
 }
+/* There is one device, which is no peer of its own. */
+result cuDeviceCanAccessPeer(int *able, int device, int peer) {
+    return device == 40 && peer == 40 ? *able = 0, 0 : INVALID_VALUE;
+}
 
 result cuDevicePrimaryCtxRetain(void **out, int device) {
     return device == 40 ? *out = context = &context, 0 : INVALID_VALUE;
@@ -99,6 +103,9 @@ result cuEventElapsedTime(float *millis, uintptr_t start, uintptr_t end) {
 }
 
 /* Stream 0 is the legacy stream while another captures, 0x10 captures, 0x20 does not. */
+result cuStreamGetCtx(uintptr_t stream, void **out) {
+    return (void)stream, *out = &context, 0;
+}
 result cuStreamIsCapturing(uintptr_t stream, int *status) {
     if (stream == 0) return CAPTURE_IMPLICIT;
     return *status = stream == 0x10, 0;

@@ -27,6 +27,7 @@ use crate::units::{DeviceAddress, DeviceOrdinal, Stream};
 mod graph;
 mod kernels;
 mod linear;
+mod place;
 mod pointer;
 #[cfg(test)]
 mod tests;
@@ -230,6 +231,10 @@ impl Driver for Cuda {
     ) -> DriverResult<i32> {
         let device = self.device("cuDeviceGetAttribute", device)?;
         self.attribute(device.handle, attribute as c_int)
+    }
+
+    fn device_can_access_peer(&self, from: DeviceOrdinal, to: DeviceOrdinal) -> DriverResult<bool> {
+        place::can_access_peer(self, from, to)
     }
 
     fn device_primary_ctx_retain(&self, device: DeviceOrdinal) -> DriverResult<Context> {
@@ -502,13 +507,11 @@ impl Driver for Cuda {
     }
 
     fn stream_get_id(&self, stream: Stream) -> DriverResult<u64> {
-        const CALL: &str = "cuStreamGetId";
-        let stream = real(CALL, stream)?;
-        let get_id = present(CALL, self.api.cuStreamGetId)?;
-        output(CALL, |id| {
-            // SAFETY: `id` is a valid place for the result; a live stream.
-            unsafe { get_id(stream, id) }
-        })
+        place::stream_id(self, stream)
+    }
+
+    fn stream_get_context(&self, stream: Stream) -> DriverResult<Context> {
+        place::stream_context(self, stream)
     }
 
     fn stream_is_capturing(&self, stream: Stream) -> DriverResult<CaptureState> {

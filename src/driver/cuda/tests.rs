@@ -110,6 +110,16 @@ fn frames_are_plain_and_access_is_one_call() {
 }
 
 #[test]
+fn peers_and_the_context_of_a_stream_are_asked_for() {
+    let cuda = fake(&[]);
+    assert_eq!(cuda.device_can_access_peer(DEVICE, DEVICE), Ok(false));
+    assert_eq!(code(cuda.device_can_access_peer(DEVICE, DeviceOrdinal(1))), 101);
+    let context = cuda.device_primary_ctx_retain(DEVICE).unwrap();
+    assert_eq!(cuda.stream_get_context(PLAIN), Ok(context));
+    assert_eq!(code(cuda.stream_get_context(Stream::NONE)), 400);
+}
+
+#[test]
 fn what_an_older_driver_lacks_is_not_supported() {
     let cuda = fake(&[]);
     assert_eq!(code(cuda.stream_get_id(PLAIN)), 801);

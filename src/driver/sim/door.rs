@@ -191,6 +191,18 @@ impl Driver for Sim {
         })
     }
 
+    fn device_can_access_peer(
+        &self,
+        device: DeviceOrdinal,
+        peer: DeviceOrdinal,
+    ) -> DriverResult<bool> {
+        let verb = Verb::DeviceCanAccessPeer;
+        self.core.enter(verb)?;
+        let (device, peer) =
+            (self.core.device_index(device, verb)?, self.core.device_index(peer, verb)?);
+        Ok(self.core.options.peers && device != peer)
+    }
+
     fn device_primary_ctx_retain(&self, device: DeviceOrdinal) -> DriverResult<Context> {
         self.core.enter(Verb::DevicePrimaryCtxRetain)?;
         self.core.primary_retain(device)
@@ -412,6 +424,13 @@ impl Driver for Sim {
         }
         let found = self.core.streams.with(stream.0, id);
         found.unwrap_or_else(|| Err(verb.error(DriverCode::INVALID_HANDLE)))
+    }
+
+    fn stream_get_context(&self, stream: Stream) -> DriverResult<Context> {
+        let verb = Verb::StreamGetContext;
+        self.core.enter(verb)?;
+        let stream = self.core.running(stream, verb)?;
+        Ok(Context(stream.context))
     }
 
     fn stream_is_capturing(&self, stream: Stream) -> DriverResult<CaptureState> {

@@ -289,7 +289,9 @@ impl Core {
         let starts = starts.filter(|_| mask != 0);
         let starts = starts.ok_or_else(|| verb.error(DriverCode::INVALID_VALUE))?;
         for start in &starts {
-            self.alive(space.mappings[start].frame.device.ordinal.0 as usize, verb)?;
+            let memory = &space.mappings[start].frame.device;
+            self.alive(memory.ordinal.0 as usize, verb)?;
+            self.check_reach(memory, mask, verb)?;
         }
         // SAFETY: the range is made of mappings in reservations of ours.
         unsafe { os::allow_access(address.0, bytes) }
@@ -302,6 +304,18 @@ impl Core {
             }
         }
         Ok(())
+    }
+
+    /// Whether each device of a mask reaches a memory: its own and the host's always, another's as
+    /// a peer.
+    fn check_reach(&self, memory: &Arc<Device>, mask: u64, verb: Verb) -> DriverResult<()> {
+        let owner = self.devices.iter().position(|device| Arc::ptr_eq(device, memory));
+        match owner {
+            Some(owner) if !self.options.peers && mask & !(1 << owner) != 0 => {
+                Err(verb.error(DriverCode::INVALID_DEVICE))
+            }
+            _ => Ok(()),
+        }
     }
 
     pub(super) fn mem_unmap(&self, address: DeviceAddress, bytes: u64) -> DriverResult<()> {

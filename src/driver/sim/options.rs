@@ -52,6 +52,8 @@ pub struct SimOptions {
     pub host_vmm: bool,
     /// Whether an event can be recorded for a whole context, as it can since CUDA 12.5. Yes.
     pub ctx_event: bool,
+    /// Whether the devices reach each other's memory. Yes.
+    pub peers: bool,
     /// Whether pages of files can be registered for reading. No.
     pub read_only: bool,
     /// The verb whose calls do not return, as those of a driver that is stuck. None.
@@ -83,6 +85,7 @@ impl Default for SimOptions {
             vmm: true,
             host_vmm: true,
             ctx_event: true,
+            peers: true,
             read_only: false,
             hang: None,
             checked: false,
@@ -165,6 +168,9 @@ impl SimOptions {
         }),
         key("ctx_event", "FLAG", "cuCtxRecordEvent works, as since CUDA 12.5; 1", |to, text| {
             set(&mut to.ctx_event, flag(text))
+        }),
+        key("peers", "FLAG", "devices reach each other's memory; 1", |to, text| {
+            set(&mut to.peers, flag(text))
         }),
         key("read_only", "FLAG", "pages of files can be registered; 0", |to, text| {
             set(&mut to.read_only, flag(text))
@@ -342,6 +348,7 @@ impl fmt::Display for SimOptions {
             ("vmm", self.vmm, true),
             ("host_vmm", self.host_vmm, true),
             ("ctx_event", self.ctx_event, true),
+            ("peers", self.peers, true),
             ("read_only", self.read_only, false),
             ("checked", self.checked, false),
         ];
@@ -374,7 +381,7 @@ mod tests {
     fn the_canonical_form_is_parsed_back() {
         let text = "capacity=64M,devices=2,granularity=64K,seed=7,latency=50us,bandwidth=1G,\
                     address_space=1T,mappings=9,jitter=1M,poison=1,vmm=0,host_vmm=0,\
-                    ctx_event=0,read_only=1,checked=1,hang=mem_release,\
+                    ctx_event=0,peers=0,read_only=1,checked=1,hang=mem_release,\
                     on_violation=record,fail_rate=0.25,fail=mem_set_access:3:600";
         let options = SimOptions::parse(text).unwrap();
         assert_eq!(options.to_string(), text);

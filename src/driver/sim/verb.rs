@@ -40,6 +40,7 @@ verbs! {
     DeviceGetName, "device_get_name", "cuDeviceGetName";
     DeviceTotalMem, "device_total_mem", "cuDeviceTotalMem";
     DeviceGetAttribute, "device_get_attribute", "cuDeviceGetAttribute";
+    DeviceCanAccessPeer, "device_can_access_peer", "cuDeviceCanAccessPeer";
     DevicePrimaryCtxRetain, "device_primary_ctx_retain", "cuDevicePrimaryCtxRetain";
     DevicePrimaryCtxRelease, "device_primary_ctx_release", "cuDevicePrimaryCtxRelease";
     CtxGetCurrent, "ctx_get_current", "cuCtxGetCurrent";
@@ -73,6 +74,7 @@ verbs! {
     StreamQuery, "stream_query", "cuStreamQuery";
     StreamWaitEvent, "stream_wait_event", "cuStreamWaitEvent";
     StreamGetId, "stream_get_id", "cuStreamGetId";
+    StreamGetContext, "stream_get_context", "cuStreamGetCtx";
     StreamIsCapturing, "stream_is_capturing", "cuStreamIsCapturing";
     ThreadExchangeStreamCaptureMode, "thread_exchange_stream_capture_mode",
         "cuThreadExchangeStreamCaptureMode";

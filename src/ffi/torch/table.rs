@@ -136,8 +136,8 @@ pub(super) fn holder(address: u64, ordinal: i32) -> Option<&'static TorchDevice>
     if end <= 1 {
         return DEVICES[0].get();
     }
-    let held = all().find(|device| device.allocator.base_of(address).is_some());
-    held.or_else(|| opened(ordinal)).or_else(|| all().next())
+    let owner = all().find(|device| device.allocator.owns(address));
+    owner.or_else(|| opened(ordinal)).or_else(|| all().next())
 }
 
 /// An id of the program's for the device.

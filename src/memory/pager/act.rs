@@ -208,8 +208,13 @@ impl Pager {
             let (address, bytes) = (first.bar.address(first.page), count as u64 * page_bytes);
             let pages = first.page.0..first.page.0 + count as u32;
             let _span = self.span_of(Kind::Access, &first.bar, pages);
+            // What an allocator gives out is copied between devices too; weights are their owner's.
+            let devices = match first.bar.is_arena() {
+                true => self.device.reach().map_err(Failure::Error)?,
+                false => std::slice::from_ref(&self.device.ordinal),
+            };
             self.device
-                .retry(|| driver.mem_set_access(address, bytes, &[self.device.ordinal]))
+                .retry(|| driver.mem_set_access(address, bytes, devices))
                 .map_err(|error| self.failure(error))?;
             start += count;
         }

@@ -51,6 +51,7 @@ impl Pager {
     pub fn create_arena(&self, bytes: u64) -> Result<Option<Arc<Bar>>> {
         self.device.check()?;
         let _scope = self.device.enter()?;
+        self.device.reach()?;
         let page_size = self.device.options.page_size;
         let mut pages = (bytes / page_size.bytes()).min(u64::from(u32::MAX) / 2);
         while pages >= PAGES_MIN {

@@ -51,9 +51,7 @@ impl Stage {
             Verb::DeviceGetCount => sim.device_get_count().map(drop),
             Verb::DeviceGetName => sim.device_get_name(DEVICE).map(drop),
             Verb::DeviceTotalMem => sim.device_total_mem(DEVICE).map(drop),
-            Verb::DeviceGetAttribute => {
-                sim.device_get_attribute(DEVICE, DeviceAttribute::Integrated).map(drop)
-            }
+            Verb::DeviceGetAttribute | Verb::DeviceCanAccessPeer => call_device(sim, verb),
             Verb::DevicePrimaryCtxRetain => sim.device_primary_ctx_retain(DEVICE).map(drop),
             Verb::DevicePrimaryCtxRelease => sim.device_primary_ctx_release(DEVICE),
             Verb::CtxGetCurrent => sim.ctx_get_current().map(drop),
@@ -99,6 +97,7 @@ impl Stage {
             Verb::StreamQuery => sim.stream_query(self.stream),
             Verb::StreamWaitEvent => sim.stream_wait_event(self.stream, self.event),
             Verb::StreamGetId => sim.stream_get_id(self.stream).map(drop),
+            Verb::StreamGetContext => sim.stream_get_context(self.stream).map(drop),
             Verb::StreamIsCapturing => sim.stream_is_capturing(self.stream).map(drop),
             Verb::ThreadExchangeStreamCaptureMode => {
                 sim.thread_exchange_stream_capture_mode(CaptureMode::Relaxed).map(drop)
@@ -123,6 +122,14 @@ impl Stage {
             KernelCall::Pattern { target, bytes: 8, seed, delay_nanos: 0 },
             self.stream,
         )
+    }
+}
+
+/// What asks about a device.
+fn call_device(sim: &Sim, verb: Verb) -> DriverResult<()> {
+    match verb {
+        Verb::DeviceCanAccessPeer => sim.device_can_access_peer(DEVICE, DEVICE).map(drop),
+        _ => sim.device_get_attribute(DEVICE, DeviceAttribute::Integrated).map(drop),
     }
 }
 
