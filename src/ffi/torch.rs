@@ -1,7 +1,7 @@
 //! PyTorch's plug-in allocator: the functions that PyTorch calls, with the signatures that it has.
 //!
 //! A failure of these is not a status: PyTorch has no place for one. It is an exception of
-//! PyTorch's own where that can be thrown ([`throw`]), which its Python layer makes
+//! PyTorch's own where that can be thrown (`throw`), which its Python layer makes
 //! `torch.OutOfMemoryError` or `RuntimeError` of; else NULL and the thread's last message. Those
 //! that PyTorch calls from destructors never throw. After a fork and at exit nothing is touched.
 //!

@@ -3,7 +3,7 @@
 //! One [`Allocator`] a device. Weights and what PyTorch allocates share the frames and the budget:
 //! the allocator owns an *arena*, a very large reservation whose pages get their frames by faults
 //! of the pager and are pinned while they hold live or cached blocks. What is cached goes back when
-//! weights need it ([`Reclaim`](crate::memory::pager::Reclaim)), except for what the step under
+//! weights need it ([`Reclaim`]), except for what the step under
 //! way will want again.
 //!
 //! The quick way is here: a stream's id, one lock held for nanoseconds, a bitmap or a list, no
