@@ -119,14 +119,21 @@ impl Span {
         files.into_iter().try_for_each(|file| file.check_unchanged())
     }
 
+    /// What of which file it reads.
+    fn extents<'a>(
+        &self,
+        bound: &'a Bound,
+    ) -> impl Iterator<Item = (&'a Arc<ModelFile>, Range<u64>)> + use<'a> {
+        runs(&self.segments).into_iter().filter_map(|run| {
+            let file = bound.source(run.file).file()?;
+            Some((file, run.source..run.source + run.bytes))
+        })
+    }
+
     /// Whether some of it comes from a disk, as far as the system says; where it does not, it does.
     pub(super) fn comes_from_disk(&self, bound: &Bound, reading: Reading) -> bool {
         *self.from_disk.get_or_init(|| {
-            let mut files = runs(&self.segments).into_iter().filter_map(|run| {
-                let file = bound.source(run.file).file()?;
-                Some((file, run.source..run.source + run.bytes))
-            });
-            files.any(|(file, range)| {
+            self.extents(bound).any(|(file, range)| {
                 let is_passed_by = reading == Reading::Direct && file.direct().is_some();
                 is_passed_by || !file.is_in_memory(&range, PIECE_BYTES)
             })
@@ -311,10 +318,7 @@ impl SpanRead {
         };
         let (state, done) = (Mutex::new(state), Condvar::new());
         let (given_up, disk_bytes, begun) = Default::default();
-        let extents = runs(&span.segments).into_iter().filter_map(|run| {
-            let file = bound.source(run.file).file()?;
-            Some((Arc::clone(file), run.source..run.source + run.bytes))
-        });
+        let extents = span.extents(bound).map(|(file, range)| (Arc::clone(file), range));
         let (extents, ahead) = (extents.collect(), Once::new());
         Arc::new(Self { state, done, given_up, disk_bytes, begun, extents, ahead })
     }
