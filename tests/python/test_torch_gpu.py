@@ -743,8 +743,10 @@ class Operators(Case):
             with self.subTest(part=part), tempfile.TemporaryDirectory() as folder:
                 paths = [pathlib.Path(folder) / name for name in ("native", "again", "ours")]
                 starts = [START, START, INSTALLED]
+                # Some samples are in the order of a set of strings.
+                more = {"seconds": 500, "PYTHONHASHSEED": "0"}
                 for path, start in zip(paths, starts):
-                    print(self.check(OPERATORS, path, part, self.PARTS, start=start, seconds=500))
+                    print(self.check(OPERATORS, path, part, self.PARTS, start=start, **more))
                 self.compare(*(torch.load(path) for path in paths))
 
     def compare(self, native, again, ours):
