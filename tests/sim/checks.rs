@@ -278,6 +278,11 @@ impl World {
 
     fn settle(&self, device: usize) {
         let runtime = &self.devices[device].runtime;
+        // A stream is known to be captured until it is met again, should the call fail that asks.
+        for stream in &self.devices[device].streams {
+            let met = runtime.device().enter().and_then(|_scope| runtime.device().inspect(*stream));
+            self.accept_any(device, met);
+        }
         let known = runtime.device().enter().and_then(|_scope| runtime.device().context_wait_asked());
         self.accept_any(device, known);
         // The second one removes the mappings of pages that the first one evicted.
