@@ -34,7 +34,7 @@ use crate::model::placement::PassMeasured;
 use crate::options::{Prefer, Threads};
 use crate::outcome::WaitKind;
 use crate::process;
-use crate::sync::device::Device;
+use crate::sync::device::{Device, Scope};
 use crate::sync::fence::StreamSlot;
 use crate::sync::ticket::Ticket;
 use crate::sync::{AtomicBool, Mutex, Relaxed};
@@ -344,13 +344,16 @@ impl Filler {
             false if self.busy_at.lock().elapsed() < QUIET_TIME => {
                 // What has become resident has no need of them; file pages may be streamed again.
                 let at_most = if self.pass_ended.swap(false, Relaxed) { WINDOWS_A_CALL } else { 0 };
+                let scope = self.device.enter()?;
                 let windows = self.cache.take_out(Surplus::LongIdle, at_most);
-                let given_back = self.give_back(windows, Vec::new()).map(drop);
+                self.give_back(&scope, windows, Vec::new());
+                drop(scope);
                 self.registered.advance(&self.cache);
-                return given_back;
+                return Ok(());
             }
             false => Surplus::LongIdle,
         };
+        let scope = self.device.enter()?;
         // File pages first: they stay in memory as long as nobody needs it.
         let pages = self.registered.take_out(surplus, WINDOWS_A_CALL);
         let mut windows = self.cache.take_out(surplus, WINDOWS_A_CALL - pages.len());
@@ -358,9 +361,10 @@ impl Filler {
             // To the last slot: without any, bytes go through ordinary memory.
             windows = self.staging.take_out(&self.device, WINDOWS_A_CALL, 0)?;
         }
-        let given_back = self.give_back(windows, pages).map(drop);
+        self.give_back(&scope, windows, pages);
+        drop(scope);
         self.registered.advance(&self.cache);
-        given_back
+        Ok(())
     }
 
     /// Gives page-locked memory back until `target_bytes` are held, or what is left is in use; one
@@ -371,29 +375,41 @@ impl Filler {
     pub fn trim_host(&self, target_bytes: u64) -> Result<u64> {
         let window_bytes = self.staging.slot_bytes() as u64;
         let excess = self.locked_bytes().saturating_sub(target_bytes);
+        if excess == 0 {
+            return Ok(0);
+        }
+        let scope = self.device.enter()?;
         let count = excess.div_ceil(window_bytes) as usize;
         let pages = self.registered.take_out(Surplus::Any, count);
         let missing = excess.saturating_sub(pages.iter().map(FileWindow::bytes).sum());
         let count = missing.div_ceil(window_bytes) as usize;
         let mut windows = self.cache.take_out(Surplus::Any, count);
         let missing = count - windows.len();
-        windows.extend(self.staging.take_out(&self.device, missing, 1)?);
-        self.give_back(windows, pages)
+        let slots = self.staging.take_out(&self.device, missing, 1);
+        let (slots, failed) = slots.map_or_else(|error| (Vec::new(), Some(error)), |it| (it, None));
+        windows.extend(slots);
+        let bytes = self.give_back(&scope, windows, pages);
+        failed.map_or(Ok(bytes), Err)
     }
 
-    fn give_back(&self, windows: Vec<LockedSlot>, pages: Vec<FileWindow>) -> Result<u64> {
+    /// Gives memory back that was taken out of where it was; the scope is entered before that,
+    /// since the driver frees nothing without the context. Returns its bytes.
+    fn give_back(
+        &self,
+        _scope: &Scope<'_>,
+        windows: Vec<LockedSlot>,
+        pages: Vec<FileWindow>,
+    ) -> u64 {
         if windows.is_empty() && pages.is_empty() {
-            return Ok(0);
+            return 0;
         }
         let bytes: u64 = windows.iter().map(|window| window.len() as u64).sum();
-        let scope = self.device.enter();
         let wait = self.device.wait(WaitKind::Register);
-        // Without the context the driver refuses, and the memory is left to it.
         drop(windows);
         self.room.release(bytes);
         let bytes = bytes + self.registered.give_back(pages);
         drop(wait);
-        scope.map(|_scope| bytes)
+        bytes
     }
 
     /// Bytes of a VBAR that one slot or window holds.
