@@ -266,6 +266,21 @@ impl Filler {
         recorded.map_err(|error| self.device.note(error))
     }
 
+    /// The ticket of everything enqueued so far, where no fence can be had: the next one covers it.
+    #[must_use]
+    pub fn stamp(&self) -> Ticket {
+        self.device.fences.stamp(self.slot)
+    }
+
+    /// Records the fence that was not to be had for copies before, if there are such copies.
+    ///
+    /// # Errors
+    /// What the driver says.
+    pub(super) fn cover(&self) -> Result<()> {
+        let covered = self.device.retry(|| self.device.fences.cover_stamps(self.stream, self.slot));
+        covered.map_err(|error| self.device.note(error))
+    }
+
     /// Waits for everything enqueued so far, where no fence can be had.
     ///
     /// # Errors
