@@ -406,9 +406,14 @@ pub struct Scope<'a> {
 impl Drop for Scope<'_> {
     fn drop(&mut self) {
         // In a wait's check the program may have forked.
-        if !process::ending()
-            && let Err(error) = self.device.driver.thread_exchange_stream_capture_mode(self.mode)
+        if process::ending() {
+            return;
+        }
+        let driver = &self.device.driver;
+        if let Err(error) =
+            self.device.retry(|| driver.thread_exchange_stream_capture_mode(self.mode))
         {
+            let error = self.device.note(error.into());
             log::warn!("putting the capture mode back: {error}");
         }
     }
@@ -423,7 +428,8 @@ pub struct ContextScope<'a> {
 impl Drop for ContextScope<'_> {
     fn drop(&mut self) {
         let Some(context) = self.restore.filter(|_| !process::ending()) else { return };
-        if let Err(error) = self.device.driver.ctx_set_current(context) {
+        if let Err(error) = self.device.retry(|| self.device.driver.ctx_set_current(context)) {
+            let error = self.device.note(error.into());
             log::warn!("putting the current context back: {error}");
         }
     }

@@ -16,6 +16,8 @@ mod cli_trace;
 mod closing;
 mod closing_threads;
 mod door;
+mod each_call;
+mod each_call_cases;
 mod engine;
 mod engine_more;
 mod engine_plans;

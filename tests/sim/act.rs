@@ -4,8 +4,8 @@ use std::sync::atomic::Ordering;
 
 use vbar::ErrorCode;
 use vbar::driver::kernel::{checksum, pattern};
-use vbar::driver::{Driver, DriverCode, KernelCall};
 use vbar::driver::sim::Verb;
+use vbar::driver::{Driver, DriverCode, KernelCall};
 use vbar::memory::pager::{Freed, HeldPins};
 use vbar::units::{DeviceAddress, Stream};
 
@@ -402,9 +402,8 @@ impl World {
         }
         // Work of the holders on other streams is not declared any more.
         self.synchronise(device);
-        let is_of = |pin: &crate::world::Pinned| {
-            pin.device == device && pin.vbar.number() == vbar.number()
-        };
+        let is_of =
+            |pin: &crate::world::Pinned| pin.device == device && pin.vbar.number() == vbar.number();
         let (stale, kept) = std::mem::take(&mut self.pinned).into_iter().partition(is_of);
         self.pinned = kept;
         for pinned in stale {

@@ -115,11 +115,15 @@ impl World {
         let was_lost = self.knows_loss(device);
         let before = self.devices[device].runtime.statistics();
         let outcome = allocation.fault(stream);
-        self.look_at_counts(device, &before, match &outcome {
-            Ok(AllocationFault::Offloaded(refusal)) => Some(Some(refusal.reason)),
-            Ok(AllocationFault::Resident(_)) => Some(None),
-            _ => None,
-        });
+        self.look_at_counts(
+            device,
+            &before,
+            match &outcome {
+                Ok(AllocationFault::Offloaded(refusal)) => Some(Some(refusal.reason)),
+                Ok(AllocationFault::Resident(_)) => Some(None),
+                _ => None,
+            },
+        );
         assert!(!was_lost || outcome.is_err(), "a fault of a lost device: {outcome:?}");
         match outcome {
             Ok(AllocationFault::Resident(guard)) => {
@@ -298,11 +302,15 @@ impl World {
         let runtime = self.devices[device].runtime.clone();
         let outcome = runtime.fault_many(&ranges, stream);
         if !ranges.is_empty() {
-            self.look_at_counts(device, &before, match &outcome {
-                Ok(Fault::Offloaded(refusal)) => Some(Some(refusal.reason)),
-                Ok(Fault::Resident(_)) => Some(None),
-                _ => None,
-            });
+            self.look_at_counts(
+                device,
+                &before,
+                match &outcome {
+                    Ok(Fault::Offloaded(refusal)) => Some(Some(refusal.reason)),
+                    Ok(Fault::Resident(_)) => Some(None),
+                    _ => None,
+                },
+            );
             assert!(!was_lost || outcome.is_err(), "a fault of a lost device");
         }
         match outcome {

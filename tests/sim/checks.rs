@@ -3,13 +3,13 @@
 
 use std::collections::HashMap;
 
+use vbar::Reason;
 use vbar::driver::Driver;
 use vbar::driver::sim::Verb;
 use vbar::memory::page_table::PageState;
 use vbar::options::POISON_BYTE;
-use vbar::torch::BlockState;
-use vbar::Reason;
 use vbar::runtime::Statistics;
+use vbar::torch::BlockState;
 
 use crate::operations::GIVING_BACK;
 use crate::world::{OWN, P, World};
@@ -229,7 +229,10 @@ impl World {
         }
         for pinned in std::mem::take(&mut self.pinned) {
             let token = pinned.token.expect("no step is under way");
-            self.accept_any(pinned.device, self.devices[pinned.device].runtime.unpin(token, pinned.stream));
+            self.accept_any(
+                pinned.device,
+                self.devices[pinned.device].runtime.unpin(token, pinned.stream),
+            );
         }
         (0..count).for_each(|device| self.look_at_words(device));
         self.bars.clear();
@@ -283,7 +286,8 @@ impl World {
             let met = runtime.device().enter().and_then(|_scope| runtime.device().inspect(*stream));
             self.accept_any(device, met);
         }
-        let known = runtime.device().enter().and_then(|_scope| runtime.device().context_wait_asked());
+        let known =
+            runtime.device().enter().and_then(|_scope| runtime.device().context_wait_asked());
         self.accept_any(device, known);
         // The second one removes the mappings of pages that the first one evicted.
         self.accept_any(device, runtime.refresh());
@@ -313,7 +317,10 @@ impl World {
             drop(dev.runtime);
             if !died {
                 let frames = sim.live_frames(ordinal);
-                assert!((1..=1 + unmapped + released).contains(&frames), "{frames} frames are left");
+                assert!(
+                    (1..=1 + unmapped + released).contains(&frames),
+                    "{frames} frames are left"
+                );
             }
         }
         assert_eq!(sim.violations(), Vec::<String>::new());

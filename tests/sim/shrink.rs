@@ -7,11 +7,7 @@ use crate::trace::Trace;
 
 /// Shrinks a failing trace; `fails` tells whether another one fails in the same way. Asks it at
 /// most `tries` times.
-pub(crate) fn shrink(
-    trace: Trace,
-    mut tries: u32,
-    mut fails: impl FnMut(&Trace) -> bool,
-) -> Trace {
+pub(crate) fn shrink(trace: Trace, mut tries: u32, mut fails: impl FnMut(&Trace) -> bool) -> Trace {
     let mut best = trace;
     let mut attempt = |candidate: &Trace| {
         let may = tries > 0;
@@ -123,8 +119,7 @@ fn what_does_not_matter_goes() {
         found += 1;
         let config = trace.config.clone();
         let small = shrink(trace, 5000, fails);
-        let expected =
-            [Operation::Trim { device: 0, pages: 2 }, Operation::Refresh { device: 1 }];
+        let expected = [Operation::Trim { device: 0, pages: 2 }, Operation::Refresh { device: 1 }];
         assert_eq!(small.operations, expected);
         assert_eq!(small.config.numbers()[0], config.numbers()[0]);
         assert!(small.config.numbers()[1..].iter().all(|number| *number == 0));

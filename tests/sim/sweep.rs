@@ -136,9 +136,8 @@ pub(crate) fn sweep(seeds: Range<u64>, seconds: Option<u64>) -> (Totals, Option<
     let mut totals = totals.into_inner().unwrap();
     let failed = failed.into_inner().unwrap().map(|(seed, failure)| {
         totals.violations += 1;
-        let fails = |trace: &Trace| {
-            attempt(trace).err().is_some_and(|other| other.place == failure.place)
-        };
+        let fails =
+            |trace: &Trace| attempt(trace).err().is_some_and(|other| other.place == failure.place);
         let trace = shrink(Trace::draw(seed, STEPS), TRIES, fails);
         Failed { seed, failure, trace }
     });

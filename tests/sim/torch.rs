@@ -143,7 +143,13 @@ impl World {
             let place = DeviceAddress(address);
             let kernels = [
                 KernelCall::Pattern { target: place, bytes, seed, delay_nanos: 0 },
-                KernelCall::Checksum { source: place, bytes, first_word: 0, delay_nanos: 0, target },
+                KernelCall::Checksum {
+                    source: place,
+                    bytes,
+                    first_word: 0,
+                    delay_nanos: 0,
+                    target,
+                },
             ];
             for kernel in kernels {
                 let launched = self.own(device, |sim| sim.launch_kernel(kernel, stream));

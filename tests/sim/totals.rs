@@ -77,7 +77,8 @@ impl fmt::Display for Totals {
             *by_code.entry(*code).or_default() += count;
             *by_verb.entry(verb).or_default() += count;
         }
-        let codes = by_code.iter().map(|(code, count)| format!("{} {count}", DriverCode(*code).name()));
+        let codes =
+            by_code.iter().map(|(code, count)| format!("{} {count}", DriverCode(*code).name()));
         writeln!(f, "  failures by code: {}", codes.collect::<Vec<_>>().join(", "))?;
         let list = |map: &BTreeMap<&str, u64>| {
             map.iter().map(|(word, count)| format!("{word} {count}")).collect::<Vec<_>>().join(", ")
