@@ -556,14 +556,15 @@ impl Drop for Filler {
         }
         // Whoever closes has waited for the context: this ends at once.
         let mut end = || -> Result<()> {
+            let (driver, stream) = (&self.device.driver, self.stream);
             let _scope = self.device.enter()?;
-            self.device.driver.stream_synchronize(self.stream)?;
+            self.device.retry(|| driver.stream_synchronize(stream))?;
             self.host_copies.end();
             self.clock.close(&self.device);
             drop(self.cache.take_out(Surplus::All, usize::MAX));
             self.registered.give_back(self.registered.take_out(Surplus::All, usize::MAX));
             drop(std::mem::replace(&mut self.staging, Staging::empty(0)));
-            self.device.driver.stream_destroy(self.stream).map_err(Error::from)
+            self.device.retry(|| driver.stream_destroy(stream)).map_err(Error::from)
         };
         if let Err(error) = end() {
             log::warn!("closing the fill stream: {error}");

@@ -181,7 +181,8 @@ impl Device {
     /// `ProcessEnding`, what the driver says; nothing has changed then.
     pub fn enter(&self) -> Result<Scope<'_>> {
         let context = self.enter_context()?;
-        let mode = self.driver.thread_exchange_stream_capture_mode(CaptureMode::Relaxed);
+        let relax = || self.driver.thread_exchange_stream_capture_mode(CaptureMode::Relaxed);
+        let mode = self.retry(relax);
         let mode = mode.map_err(|error| self.note(error.into()))?;
         Ok(Scope { device: self, mode, _context: context })
     }
@@ -193,11 +194,13 @@ impl Device {
     #[inline]
     pub fn enter_context(&self) -> Result<ContextScope<'_>> {
         process::check()?;
-        let current = self.driver.ctx_get_current().map_err(|error| self.note(error.into()))?;
+        let current = self.retry(|| self.driver.ctx_get_current());
+        let current = current.map_err(|error| self.note(error.into()))?;
         if current == Some(self.context) {
             return Ok(ContextScope { device: self, restore: None });
         }
-        self.driver.ctx_set_current(Some(self.context)).map_err(|error| self.note(error.into()))?;
+        let set = self.retry(|| self.driver.ctx_set_current(Some(self.context)));
+        set.map_err(|error| self.note(error.into()))?;
         Ok(ContextScope { device: self, restore: Some(current) })
     }
 

@@ -5,11 +5,11 @@
 use std::sync::Arc;
 
 use tempfile::TempDir;
-use vbar::driver::sim::Verb;
+use vbar::driver::sim::{Sim, SimOptions, Verb};
 use vbar::driver::{Driver, DriverCode};
 use vbar::options::RuntimeOptions;
 use vbar::units::Stream;
-use vbar::{ErrorCode, ModelBar, Result, Vbar};
+use vbar::{ErrorCode, ModelBar, Result, Runtime, Vbar};
 
 use crate::each_call_cases::{CASES, Came, Case, Leaves, Scene};
 use crate::world::{DEVICE, P, World, options};
@@ -243,4 +243,128 @@ fn each_call_of_each_operation_may_fail() {
     }
     println!("{trials} failures at every call of {} operations", CASES.len());
     assert!(trials > 1000, "{trials}");
+}
+
+/// What is left of a runtime in its process.
+fn left(sim: &Sim) -> [u64; 7] {
+    [
+        sim.live_frames(DEVICE),
+        sim.live_host_frames(),
+        sim.live_mappings() as u64,
+        sim.live_reservations() as u64,
+        sim.live_events() as u64,
+        sim.live_streams() as u64,
+        sim.locked_bytes(),
+    ]
+}
+
+fn calls(sim: &Sim) -> Vec<u64> {
+    Verb::ALL.iter().map(|verb| sim.calls(*verb)).collect()
+}
+
+/// Every call of `act` on a scene of `make`, with every code: `after` looks at what it came to.
+fn each_call_of<T>(
+    make: impl Fn() -> (Arc<Sim>, T),
+    act: impl Fn(&Arc<Sim>, T) -> Result<()>,
+    after: impl Fn(&Arc<Sim>, Result<()>, DriverCode, &str),
+) -> u64 {
+    let (sim, made) = make();
+    let before = calls(&sim);
+    act(&sim, made).unwrap();
+    let counts: Vec<_> = calls(&sim).iter().zip(before).map(|(now, then)| now - then).collect();
+    let mut trials = 0;
+    for (verb, count) in Verb::ALL.iter().zip(counts) {
+        for nth in 1..=count {
+            for code in CODES {
+                let (sim, made) = make();
+                sim.fail_nth(*verb, nth, code);
+                let done = act(&sim, made);
+                sim.heal();
+                after(&sim, done, code, &format!("{verb} {nth} {code:?}"));
+                assert_eq!(sim.violations(), Vec::<String>::new(), "{verb} {nth} {code:?}");
+                trials += 1;
+            }
+        }
+    }
+    trials
+}
+
+fn held_sim() -> Arc<Sim> {
+    let sim = Sim::new(SimOptions::parse(SIM).unwrap());
+    sim.run_unhelped();
+    // The program has a context of its own: what is left in it does not go with it.
+    sim.device_primary_ctx_retain(DEVICE).unwrap();
+    sim
+}
+
+#[test]
+fn each_call_of_opening_may_fail() {
+    let open = |sim: &Arc<Sim>| {
+        let options = RuntimeOptions { budget_bytes: Some(4 * P), ..options() };
+        Runtime::open(sim.driver(), DEVICE, options)
+    };
+    let trials = each_call_of(
+        || (held_sim(), ()),
+        |sim, ()| open(sim).map(drop),
+        |sim, done, code, name| {
+            if code.is_sticky() {
+                return;
+            }
+            if done.is_ok() && !code.is_transient() {
+                return;
+            }
+            assert_eq!(left(sim), [0; 7], "{name}: {done:?}");
+            let runtime = open(sim).unwrap();
+            let vbar = runtime.create_bar(2 * P).unwrap();
+            assert!(vbar.fault(0..2 * P, Stream::NONE).unwrap().resident().is_some(), "{name}");
+            drop((vbar, runtime));
+            assert_eq!(left(sim), [0; 7], "{name}");
+        },
+    );
+    assert!(trials > 40, "{trials}");
+}
+
+#[test]
+fn each_call_of_closing_may_fail() {
+    let case = Case {
+        name: "closing",
+        leaves: Leaves::Progress,
+        budget: 16,
+        change: |options| options,
+        prepare: |_| {},
+        act: |_| Ok(Came::Done),
+    };
+    let make = || {
+        let mut scene = scene(&case);
+        scene.world.sim.device_primary_ctx_retain(DEVICE).unwrap();
+        crate::each_call_cases::fill_everything(&mut scene);
+        let sim = Arc::clone(&scene.world.sim);
+        let Scene { world, bars, model, allocator, folder, .. } = scene;
+        let World { runtime, stream, .. } = world;
+        // Pins that nobody has given back yet, and a VBAR that they keep.
+        let guard = bars[0].fault(0..P, stream).unwrap().resident().unwrap();
+        let token = guard.into_token();
+        drop((bars, model, allocator, folder));
+        (sim, (runtime, token, stream))
+    };
+    let trials = each_call_of(
+        make,
+        |_, (runtime, token, stream)| {
+            let unpinned = runtime.unpin(token, stream);
+            let watched = Arc::downgrade(runtime.device());
+            drop(runtime);
+            assert_eq!(watched.strong_count(), 0, "somebody keeps the runtime");
+            unpinned
+        },
+        |sim, _, code, name| {
+            // What fails for good may keep what it was to give back.
+            if !code.is_transient() {
+                return;
+            }
+            // The streams of the world's own are not the runtime's.
+            let own = 2;
+            assert_eq!(left(sim), [0, 0, 0, 0, 0, own, 0], "{name}");
+        },
+    );
+    assert!(trials > 100, "{trials}");
 }

@@ -451,3 +451,12 @@ pub(crate) const CASES: &[Case] = &[
         act: fault_three,
     },
 ];
+
+/// A model with its bytes, weights, and blocks of PyTorch's, live and cached.
+pub(crate) fn fill_everything(scene: &mut Scene) {
+    cached(scene);
+    fill_both(scene);
+    open_model(scene);
+    assert_eq!(fill_model(scene), Ok(Came::Done));
+    assert_eq!(malloc(scene), Ok(Came::Done));
+}
