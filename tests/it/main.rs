@@ -46,6 +46,7 @@ mod scenarios_messages;
 mod scenarios_pressure;
 mod seams;
 mod sim_device;
+mod small_cases;
 mod sources;
 mod streams;
 mod threads;

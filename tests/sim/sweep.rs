@@ -14,7 +14,7 @@ use crate::trace::Trace;
 use crate::world::World;
 
 /// Seeds of an ordinary run.
-pub(crate) const SEEDS: u64 = 4000;
+pub(crate) const SEEDS: u64 = 6000;
 /// Traces that are tried to make one shorter.
 const TRIES: u32 = 3000;
 /// A trace takes milliseconds: one that takes so long hangs.
