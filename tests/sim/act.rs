@@ -332,6 +332,17 @@ impl World {
         assert_eq!(again.code(), ErrorCode::StaleToken);
     }
 
+    /// Work on a stream comes behind that on another from now on.
+    pub(crate) fn order(&self, device: usize, first: Stream, then: Stream) {
+        let ordered = self.own(device, |sim| {
+            let event = sim.event_create()?;
+            sim.event_record(event, first)?;
+            sim.stream_wait_event(then, event)?;
+            sim.event_destroy(event)
+        });
+        assert!(ordered.is_ok() || self.is_dead(device), "{ordered:?}");
+    }
+
     /// Reads a range, by a kernel where there is a stream for it, and compares the sum.
     pub(crate) fn verify(
         &mut self,

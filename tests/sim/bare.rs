@@ -133,9 +133,7 @@ impl World {
                 let place = (guard.address(), guard.bytes());
                 let sum = pattern_sum(place.1, seed);
                 self.verify(device, place, sum, stream);
-                self.keep(device, &vbar, guard, stream, (pins, then), |world| {
-                    world.verify(device, place, sum, stream);
-                });
+                self.keep(device, &vbar, guard, stream, (pins, then), Some(sum));
             }
             Ok(AllocationFault::Refill(fill)) => {
                 assert!(!valid && !filling, "written again, and the bytes are there");
@@ -164,7 +162,7 @@ impl World {
                         if let Some(piece) = self.piece(key) {
                             piece.committed = Some((seed, signature));
                         }
-                        self.keep(device, &vbar, guard, stream, (pins, 0), |_| {});
+                        self.keep(device, &vbar, guard, stream, (pins, 0), None);
                     }
                     Some(Err(error)) if !is_held && error.code() == ErrorCode::StaleToken => {}
                     Some(Err(error)) => self.accept(device, &error),
@@ -230,7 +228,7 @@ impl World {
         id
     }
 
-    /// Holds a guard for `then` steps, looks again, then gives it back or puts it under a token.
+    /// Holds a guard for `then` steps, reads its bytes again, then gives it back or puts it under a token.
     pub(crate) fn keep(
         &mut self,
         device: usize,
@@ -238,7 +236,7 @@ impl World {
         guard: Guard<'_>,
         stream: Stream,
         (pins, then): (u64, u64),
-        look: impl FnOnce(&mut Self),
+        sum: Option<u64>,
     ) {
         let start = guard.address().0 - vbar.base().0;
         let pages: Vec<PageIndex> = pages_of(&(start..start + guard.bytes())).collect();
@@ -256,8 +254,9 @@ impl World {
             assert_eq!(error.code(), ErrorCode::StaleToken);
             return;
         }
-        if then > 0 {
-            look(self);
+        if let (1.., Some(sum)) = (then, sum) {
+            self.verify(device, (guard.address(), guard.bytes()), sum, stream);
+            self.use_elsewhere(device, &guard, sum, stream);
         }
         if pins > 0 {
             let token = guard.into_token();
@@ -266,6 +265,22 @@ impl World {
         } else {
             self.pinned.retain(|pin| pin.id != id);
             self.accept_any(device, guard.unpin());
+        }
+    }
+
+    /// Work on another stream, ordered behind the first by hand, which the guard is told of.
+    fn use_elsewhere(&mut self, device: usize, guard: &Guard<'_>, sum: u64, stream: Stream) {
+        let other = self.devices[device].streams[(self.thread as usize + 1) % 3];
+        if stream.is_none() || other == stream || self.is_dead(device) {
+            return;
+        }
+        self.order(device, stream, other);
+        let place = (guard.address(), guard.bytes());
+        self.verify(device, place, sum, other);
+        if let Err(error) = guard.also_used_on(other) {
+            self.accept(device, &error);
+            // Nobody knows of it: it has to be over before the guard goes.
+            self.synchronise(device);
         }
     }
 

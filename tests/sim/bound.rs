@@ -80,9 +80,7 @@ impl World {
             Ok(Fault::Resident(guard) | Fault::HostMapped(guard)) => {
                 let place = (guard.address(), guard.bytes());
                 self.verify(device, place, sum, stream);
-                self.keep(device, &vbar, guard, stream, (pins, then), |world| {
-                    world.verify(device, place, sum, stream);
-                });
+                self.keep(device, &vbar, guard, stream, (pins, then), Some(sum));
             }
             Ok(Fault::Offloaded(refusal)) => {
                 self.totals.refuse(refusal.reason.word());

@@ -83,15 +83,21 @@ macro_rules! lines {
 
             fn from_str(line: &str) -> Result<Self, String> {
                 let fields = $crate::lines::fields(line)?;
-                let number = |name: &str| -> Result<u64, String> {
+                let mut known = 0;
+                // A field that is not given is 0: what was added later is off in older traces.
+                let mut number = |name: &str| -> Result<u64, String> {
                     let found = fields.iter().find(|(field, _)| *field == name);
-                    let (_, text) = found.ok_or_else(|| format!("'{line}': no {name}"))?;
-                    $crate::lines::read(name, text)
+                    known += usize::from(found.is_some());
+                    found.map_or(Ok(0), |(_, text)| $crate::lines::read(name, text))
                 };
-                let _ = &number;
-                match line.split_whitespace().next().unwrap_or_default() {
+                let _ = &mut number;
+                let made = match line.split_whitespace().next().unwrap_or_default() {
                     $($word => Ok(Self::$variant { $($field: number(stringify!($field))?),* }),)*
                     other => Err(format!("'{other}' is no word of {}", stringify!($name))),
+                }?;
+                match known == fields.len() {
+                    true => Ok(made),
+                    false => Err(format!("'{line}': a field that is not known")),
                 }
             }
         }

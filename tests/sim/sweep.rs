@@ -7,14 +7,14 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, Once};
 use std::time::{Duration, Instant};
 
-use crate::STEPS;
 use crate::shrink::shrink;
+use crate::steps_of;
 use crate::totals::Totals;
 use crate::trace::Trace;
 use crate::world::World;
 
 /// Seeds of an ordinary run.
-pub(crate) const SEEDS: u64 = 6000;
+pub(crate) const SEEDS: u64 = 4000;
 /// Traces that are tried to make one shorter.
 const TRIES: u32 = 3000;
 /// A trace takes milliseconds: one that takes so long hangs.
@@ -114,7 +114,7 @@ pub(crate) fn sweep(seeds: Range<u64>, seconds: Option<u64>) -> (Totals, Option<
                         break;
                     }
                     *working.lock().unwrap() = Some((seed, Instant::now()));
-                    match attempt(&Trace::draw(seed, STEPS)) {
+                    match attempt(&Trace::draw(seed, steps_of(seed))) {
                         Ok(more) => totals.lock().unwrap().add(more),
                         Err(failure) => {
                             let mut failed = failed.lock().unwrap();
@@ -138,7 +138,7 @@ pub(crate) fn sweep(seeds: Range<u64>, seconds: Option<u64>) -> (Totals, Option<
         totals.violations += 1;
         let fails =
             |trace: &Trace| attempt(trace).err().is_some_and(|other| other.place == failure.place);
-        let trace = shrink(Trace::draw(seed, STEPS), TRIES, fails);
+        let trace = shrink(Trace::draw(seed, steps_of(seed)), TRIES, fails);
         Failed { seed, failure, trace }
     });
     (totals, failed)

@@ -85,13 +85,7 @@ impl World {
         let mut by = stream;
         if reader < 2 {
             by = self.block_stream(device, reader + 5);
-            let ordered = self.own(device, |sim| {
-                let event = sim.event_create()?;
-                sim.event_record(event, stream)?;
-                sim.stream_wait_event(by, event)?;
-                sim.event_destroy(event)
-            });
-            assert!(ordered.is_ok() || self.is_dead(device), "{ordered:?}");
+            self.order(device, stream, by);
         }
         let sum = pattern_sum(bytes, seed);
         self.verify(device, (DeviceAddress(address), bytes), sum, by);

@@ -13,7 +13,10 @@ lines! {
             // Of the device's interleaving.
             schedule,
             devices, budget, strict, poison, ctx_event, late_fences, no_context_waits,
-            by_reader, host_mapped, engine, mappings, jitter
+            by_reader, host_mapped, engine, mappings, jitter,
+            // Pages that may be page-locked, less one; staging slots, less one; 0 the library's choice,
+            // 1 the page cache, 2 the disk.
+            allowance, slots, prefer
         },
     }
 }
@@ -47,6 +50,9 @@ impl Trace {
             engine: random.below(2),
             mappings: u64::from(random.below(8) == 0) * (24 + random.below(24)),
             jitter: u64::from(random.below(8) == 0),
+            allowance: u64::from(random.below(4) == 0) * random.below(24),
+            slots: random.below(4),
+            prefer: random.below(3),
         };
         let may_lose = seed % 5 == 4;
         let may_die = seed % 11 == 7;
@@ -95,7 +101,7 @@ fn a_trace_is_read_back_as_it_was_printed() {
         let one_line = trace.to_string().replace('\n', "; ");
         assert_eq!(one_line.parse::<Trace>(), Ok(trace));
     }
-    for wrong in ["", "fault", "world schedule=1", "world x"] {
+    for wrong in ["", "fault", "world schedule=x", "world x", "world y=1", "world; fault bars=1"] {
         assert!(wrong.parse::<Trace>().is_err(), "{wrong}");
     }
 }

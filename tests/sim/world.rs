@@ -11,7 +11,7 @@ use vbar::driver::sim::{Sim, SimGraph, SimOptions, Verb};
 use vbar::driver::{Driver, FrameHandle, KernelCall};
 use vbar::host::spare::HostRoom;
 use vbar::memory::pins::Token;
-use vbar::options::{ContextWaits, Eviction, HostMapped, Poison};
+use vbar::options::{ContextWaits, Eviction, HostMapped, Poison, Prefer};
 use vbar::runtime::Statistics;
 use vbar::sync::device::Device;
 use vbar::torch::{Allocator, PoolId};
@@ -133,7 +133,16 @@ pub(crate) struct World {
 
 fn options(config: &Config) -> RuntimeOptions {
     let Config::World {
-        budget, strict, poison, late_fences, no_context_waits, host_mapped, ..
+        budget,
+        strict,
+        poison,
+        late_fences,
+        no_context_waits,
+        host_mapped,
+        allowance,
+        slots,
+        prefer,
+        ..
     } = config;
     let on = |flag: &u64| *flag != 0;
     RuntimeOptions {
@@ -151,6 +160,9 @@ fn options(config: &Config) -> RuntimeOptions {
         heal_window: Duration::ZERO,
         record_interval: Duration::from_secs(if on(late_fences) { 1000 } else { 0 }),
         wait_timeout: WAIT,
+        host_allowance: allowance.checked_sub(1).map(|pages| pages * P),
+        staging_slot_count: (slots % 4 + 1) as usize,
+        prefer: [Prefer::Auto, Prefer::Ram, Prefer::Disk][*prefer as usize % 3],
         ..RuntimeOptions::default()
     }
 }
