@@ -13,6 +13,7 @@
 //! ```text
 //! mod serve free reclaim pools segment report     calls: locks, fences, faults, waits
 //! elsewhere                                       streams of other contexts
+//! record                                          what was asked for, to a file
 //! direct                                          the same without an arena
 //! heap give grow sweep pending pages              under the lock: blocks, pages
 //! extents slabs reserve                           pure: pieces, slots, a peak
@@ -35,6 +36,7 @@ mod pages;
 mod pending;
 mod pools;
 mod reclaim;
+mod record;
 mod report;
 mod reserve;
 mod segment;
@@ -63,6 +65,7 @@ use direct::Direct;
 use give::Given;
 use heap::{Core, ORDINARY};
 use pools::OpenPools;
+use record::Recorder;
 
 /// Says which streams allocate from a graph pool while it is open. Called with no lock held.
 pub type PoolFilter = Box<dyn Fn(Stream) -> bool + Send + Sync>;
@@ -117,6 +120,7 @@ pub struct Allocator {
     /// Bits of the fraction that it follows from.
     fraction: AtomicU64,
     closed: AtomicBool,
+    recorder: Recorder,
 }
 
 impl Allocator {
@@ -152,6 +156,7 @@ impl Allocator {
             page_limit: AtomicU64::new(u64::MAX),
             fraction: AtomicU64::new(1.0f64.to_bits()),
             closed: AtomicBool::new(false),
+            recorder: Recorder::default(),
         });
         if allocator.direct.is_none() {
             let holder: Arc<dyn Reclaim> = Arc::clone(&allocator) as _;
@@ -181,6 +186,7 @@ impl Allocator {
         let device = &self.pager.device;
         let is_plain = device.check().is_ok()
             && !self.closed.load(Relaxed)
+            && !self.recorder.is_on()
             && requested <= self.arena.space.bytes
             && !self.open.any();
         if !is_plain {
@@ -239,6 +245,9 @@ impl Allocator {
         }
         if process::ending() || self.closed.load(Relaxed) {
             return Freed::Ending;
+        }
+        if self.recorder.is_on() {
+            self.recorder.free(address);
         }
         if let Some(direct) = &self.direct {
             return self.free_directly(direct, address);

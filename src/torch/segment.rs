@@ -19,7 +19,7 @@ impl Allocator {
             return None;
         }
         if self.direct.is_some() {
-            return self.malloc(bytes, stream).ok();
+            return self.malloc_unrecorded(bytes as u64, stream).ok();
         }
         let served = self.ask(bytes as u64, stream, Sort::Segment).and_then(|ask| match ask {
             Some(ask) => self.serve(&ask),

@@ -53,6 +53,7 @@ mod torch_peers;
 mod torch_pressure;
 mod torch_storm;
 mod torch_streams;
+mod torch_traces;
 mod traces;
 mod transient;
 mod waits;
