@@ -12,11 +12,12 @@
 //!
 //! ```text
 //! mod serve free reclaim pools segment report     calls: locks, fences, faults, waits
+//! moves                                           frames that move rather than memory that grows
 //! elsewhere                                       streams of other contexts
 //! record                                          what was asked for, to a file
 //! direct                                          the same without an arena
-//! heap give grow sweep pending pages              under the lock: blocks, pages
-//! extents slabs reserve                           pure: pieces, slots, a peak
+//! heap small give grow sweep pending pages        under the lock: blocks, pages
+//! extents sizes slabs reserve                     pure: pieces, slots, a peak
 //! oom statistics                                  values
 //! ```
 //!
@@ -31,6 +32,7 @@ mod free;
 mod give;
 mod grow;
 mod heap;
+mod moves;
 mod oom;
 mod pages;
 mod pending;
@@ -41,7 +43,9 @@ mod report;
 mod reserve;
 mod segment;
 mod serve;
+mod sizes;
 mod slabs;
+mod small;
 mod statistics;
 mod sweep;
 

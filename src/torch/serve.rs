@@ -167,6 +167,7 @@ impl Allocator {
             self.core.lock().cancel(&growth);
             return Ok(Tries::Short(None));
         }
+        self.move_frames(ask, &growth);
         self.fill(ask, growth)
     }
 

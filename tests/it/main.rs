@@ -48,6 +48,7 @@ mod sources;
 mod streams;
 mod threads;
 mod torch;
+mod torch_memory;
 mod torch_more;
 mod torch_peers;
 mod torch_pressure;
