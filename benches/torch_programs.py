@@ -78,7 +78,8 @@ def training(steps=5, batch=6):
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         del logits
-        loss.item()
+        last = loss.item()
+    return last
 
 
 class TextEncoder(nn.Module):
@@ -168,7 +169,7 @@ def sampling(images=6, steps=8):
     sizes = [tuple(side * 64 for side in torch.randint(8, 17, (2,)).tolist()) for _ in range(images)]
     encoder, decoder = TextEncoder().bfloat16(), ImageDecoder().bfloat16()
     denoiser = Denoiser().bfloat16().cuda()
-    beside = torch.cuda.Stream()
+    beside, total = torch.cuda.Stream(), 0
     for height, width in sizes:
         encoder.cuda()
         length = int(torch.randint(32, 257, ()))
@@ -190,8 +191,9 @@ def sampling(images=6, steps=8):
         decoder.cuda()
         image = decoder(latent)
         decoder.cpu()
-        (image.float() * 127 + 128).clamp(0, 255).byte().cpu()
+        total += int((image.float() * 127 + 128).clamp(0, 255).byte().cpu().sum())
         del image, latent, text, words
+    return total
 
 
 PROGRAMS = {"training": training, "sampling": sampling}
