@@ -1,8 +1,9 @@
 //! Free memory: best fit, cut at the front, joined with its neighbours.
 //!
 //! A list of free pieces in order of address, none of which touches another, in chunks of at most
-//! 64, and where those of a size are (`sizes`). The smallest that is large enough is cut, the lowest
-//! of those: programs ask for the same few sizes again and again, and find again what they freed.
+//! 64, and where those of a size are (`sizes`). The smallest that is large enough is cut, the
+//! lowest of those: programs ask for the same few sizes again and again, and find again what they
+//! freed.
 //! Each piece carries a *mark*, a number that grows with the uses of its memory; where pieces are
 //! joined the larger mark holds. Numbers in, numbers out: knows no page, no stream, and no unit.
 

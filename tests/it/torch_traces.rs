@@ -1,4 +1,4 @@
-//! Records of what PyTorch's allocator is asked for: what is in them, and that they can be replayed.
+//! Records of what PyTorch's allocator is asked for: what is in them, and their replay.
 
 use std::collections::BTreeSet;
 use std::path::PathBuf;
