@@ -156,6 +156,30 @@ fn frames_move_to_a_request_that_no_free_piece_serves() {
     }
 }
 
+/// What is left of a page whose frame has moved is no other stream's before the frame's old work
+/// is done: the device watches both addresses of it.
+#[test]
+fn what_is_left_of_moved_frames_waits_for_their_old_work() {
+    let torch = Torch::budget(900);
+    let (own, other) = (torch.world.stream, torch.world.another_stream());
+    let (first, _behind) = hole(&torch, 40, own);
+    earn(&torch, 50, own);
+    assert_eq!(torch.malloc(40 * P), first);
+    torch.world.sim.hold_stream(own).unwrap();
+    torch.write(first, 40 * P, 3, own);
+    torch.allocator.free(first);
+    let large = torch.malloc(59 * P + 16 * KIB);
+    assert_eq!((torch.reserved(), torch.world.used()), (61, 61));
+    // As large as what is left, which is there for its own stream alone.
+    let elsewhere = torch.malloc_on(48 * KIB, other);
+    torch.write(elsewhere, 48 * KIB, 4, other);
+    assert_eq!(torch.malloc(48 * KIB), large + 59 * P + 16 * KIB);
+    torch.world.sim.stream_synchronize(other).unwrap();
+    torch.world.sim.release_stream(own).unwrap();
+    torch.world.sim.stream_synchronize(own).unwrap();
+    torch.check();
+}
+
 #[test]
 fn frames_that_another_stream_uses_stay() {
     let torch = Torch::budget(900);

@@ -3,7 +3,8 @@
 //! Made under the device's lock, for the whole request at once: either every page of every range
 //! gets its frame or nothing has changed. Resident pages are pinned first, so that they cannot be
 //! taken as victims of the same request. Order of taking: a free frame whose users have passed, a
-//! new frame under the budget, a free frame still in use, then victims by rank. Short queries of
+//! new frame under the budget, a free frame still in use, then victims by rank; for an allocator's
+//! arena, before new ones, those that its stream comes after anyway. Short queries of
 //! events are the only driver calls here; none of them waits.
 
 use std::collections::HashSet;
