@@ -798,8 +798,11 @@ class Memory(Case):
                 copy = first[:: 4 * MIB].clone()
                 del first
                 # More than that free piece: its frames come with it, while they are being read.
+                # Or, where nothing lies before it, it is a part of the place; never in the first
+                # round.
                 large = bytes_of(960 * MIB, round + 2)
-                assert seen("device_alloc_count") - before == 60
+                mapped = seen("device_alloc_count") - before
+                assert mapped == 60 or round and mapped == 20, (round, mapped)
                 assert torch.cuda.memory_reserved() - held == 20 * 16 * MIB
                 assert int(copy.min()) == int(copy.max()) == round + 1
                 assert int(behind.min()) == int(behind.max()) == round + 1
