@@ -86,6 +86,7 @@ python() {
 torch() {
     step 560 python3 -u tests/python/test_torch_gpu.py
     step 560 python3 -u tests/python/test_torch_stream_gpu.py
+    step 200 python3 -u benches/torch_replay.py --tight benches/torch/traces/*.gz
 }
 
 bench() {

@@ -67,6 +67,7 @@ files! {
     test_sim
     test_torch_install
     test_torch_plug
+    test_torch_record
     test_torch_stream
 }
 

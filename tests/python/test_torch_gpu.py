@@ -780,6 +780,54 @@ def difference(wanted, found):
     return ""
 
 
+class Memory(Case):
+    def test_frames_move_under_running_kernels(self):
+        self.check("""
+            kept = bytes_of(1)
+            for round in range(20):
+                first = bytes_of(640 * MIB)
+                behind = bytes_of(20 * MIB, round + 1)
+                del first
+                # Moves are earned by what is asked for.
+                for turn in range(160):
+                    torch.empty(512 * MIB, dtype=torch.uint8, device="cuda")
+                first = bytes_of(640 * MIB, round)
+                before, held = seen("device_alloc_count"), torch.cuda.memory_reserved()
+                torch.cuda._sleep(LONG)
+                first.add_(1)
+                copy = first[:: 4 * MIB].clone()
+                del first
+                # More than that free piece: its frames come with it, while they are being read.
+                # Or, where nothing lies before it, it is a part of the place; never in the first
+                # round.
+                large = bytes_of(960 * MIB, round + 2)
+                mapped = seen("device_alloc_count") - before
+                assert mapped == 60 or round and mapped == 20, (round, mapped)
+                assert torch.cuda.memory_reserved() - held == 20 * 16 * MIB
+                assert int(copy.min()) == int(copy.max()) == round + 1
+                assert int(behind.min()) == int(behind.max()) == round + 1
+                assert int(large.min()) == int(large.max()) == round + 2
+                del behind, large, copy
+                torch.cuda.synchronize()
+                torch.cuda.empty_cache()
+        """)
+
+    def test_small_tensors_of_all_sizes_hold_little(self):
+        self.check("""
+            streams = [torch.cuda.Stream() for _ in range(4)]
+            held = []
+            for stream in streams:
+                with torch.cuda.stream(stream):
+                    held += [bytes_of(size, size % 251) for size in range(512, 32769, 512)]
+            reserved = torch.cuda.memory_reserved()
+            print(sum(tensor.numel() for tensor in held), "bytes in", reserved)
+            assert reserved <= 32 * MIB
+            torch.cuda.synchronize()
+            for tensor in held:
+                assert int(tensor[0]) == int(tensor[-1]) == tensor.numel() % 251
+        """)
+
+
 class Speed(Case):
     def test_17_the_cost_of_a_tensor_is_printed(self):
         program = """

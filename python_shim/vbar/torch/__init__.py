@@ -26,6 +26,9 @@ tensors), ``torch.cuda.memory._record_memory_history``, memory in the profiler.
 
 An allocator cannot be taken back while the process lives.
 
+:func:`record` writes what a program asks for to a file, which ``benches/torch_replay.py`` and
+``cargo bench --bench torch`` replay: how much memory an order of requests takes.
+
 Whether or not that is installed, :func:`stream` runs a module whose weights are larger than the
 GPU, from its file::
 
@@ -49,6 +52,7 @@ from ._install import (
 from ._parameters import StreamError
 from ._phase import release_phase
 from ._pool import mem_pool
+from ._record import history_to_trace, record
 from ._statistics import (
     NotAnswered,
     allocations_seen,
@@ -70,10 +74,12 @@ __all__ = [
     "configure",
     "device",
     "empty_model",
+    "history_to_trace",
     "install",
     "install_statistics",
     "is_installed",
     "mem_pool",
+    "record",
     "release_phase",
     "stream",
     "uninstall_statistics",
