@@ -359,25 +359,27 @@ impl Filler {
             false if self.busy_at.lock().elapsed() < QUIET_TIME => {
                 // What has become resident has no need of them; file pages may be streamed again.
                 let at_most = if self.pass_ended.swap(false, Relaxed) { WINDOWS_A_CALL } else { 0 };
-                let scope = self.device.enter()?;
-                let windows = self.cache.take_out(Surplus::LongIdle, at_most);
-                self.give_back(&scope, windows, Vec::new());
-                drop(scope);
+                if at_most > 0 && self.cache.may_have(Surplus::LongIdle) {
+                    let scope = self.device.enter()?;
+                    let windows = self.cache.take_out(Surplus::LongIdle, at_most);
+                    self.give_back(&scope, windows, Vec::new());
+                }
                 self.registered.advance(&self.cache);
                 return Ok(());
             }
             false => Surplus::LongIdle,
         };
-        let scope = self.device.enter()?;
-        // File pages first: they stay in memory as long as nobody needs it.
-        let pages = self.registered.take_out(surplus, WINDOWS_A_CALL);
-        let mut windows = self.cache.take_out(surplus, WINDOWS_A_CALL - pages.len());
-        if above && windows.is_empty() && pages.is_empty() {
-            // To the last slot: without any, bytes go through ordinary memory.
-            windows = self.staging.take_out(&self.device, WINDOWS_A_CALL, 0)?;
+        if above || self.registered.may_have(surplus) || self.cache.may_have(surplus) {
+            let scope = self.device.enter()?;
+            // File pages first: they stay in memory as long as nobody needs it.
+            let pages = self.registered.take_out(surplus, WINDOWS_A_CALL);
+            let mut windows = self.cache.take_out(surplus, WINDOWS_A_CALL - pages.len());
+            if above && windows.is_empty() && pages.is_empty() {
+                // To the last slot: without any, bytes go through ordinary memory.
+                windows = self.staging.take_out(&self.device, WINDOWS_A_CALL, 0)?;
+            }
+            self.give_back(&scope, windows, pages);
         }
-        self.give_back(&scope, windows, pages);
-        drop(scope);
         self.registered.advance(&self.cache);
         Ok(())
     }

@@ -5,8 +5,9 @@ use std::sync::Arc;
 use vbar::driver::KernelCall;
 use vbar::driver::kernel::mix;
 use vbar::memory::pins::Token;
+use vbar::runtime::FillGuard;
 use vbar::units::{DeviceAddress, Generation, PageIndex, PageSize, Stream};
-use vbar::{AllocationFault, ErrorCode, Fault, Guard, Vbar};
+use vbar::{Allocation, AllocationFault, ErrorCode, Fault, Guard, Vbar};
 
 use crate::act::pattern_sum;
 use crate::operations::Operation;
@@ -137,37 +138,7 @@ impl World {
             }
             Ok(AllocationFault::Refill(fill)) => {
                 assert!(!valid && !filling, "written again, and the bytes are there");
-                let seed = self.new_number();
-                self.write(device, (fill.address(), fill.bytes()), seed, stream);
-                let piece = self.piece(key).expect("nothing has happened since");
-                (piece.filling, piece.committed) = (true, None);
-                // Its pins are known by what they show only: a fill does not tell them.
-                let pages = pages_of(&allocation.range()).collect::<Vec<_>>();
-                let id = self.note_pins(device, &vbar, &pages, None, stream);
-                self.nest(then);
-                // Or its pins were taken back by force.
-                let is_held = self.pinned.iter().any(|pin| pin.id == id);
-                self.pinned.retain(|pin| pin.id != id);
-                let committed = (commits > 0).then(|| fill.commit(stream));
-                if let Some(piece) = self.piece(key) {
-                    piece.filling = false;
-                }
-                match committed {
-                    Some(Ok(guard)) if !is_held => {
-                        let error = guard.unpin().unwrap_err();
-                        assert_eq!(error.code(), ErrorCode::StaleToken);
-                    }
-                    Some(Ok(guard)) => {
-                        let signature = guard.signature().to_vec();
-                        if let Some(piece) = self.piece(key) {
-                            piece.committed = Some((seed, signature));
-                        }
-                        self.keep(device, &vbar, guard, stream, (pins, 0), None);
-                    }
-                    Some(Err(error)) if !is_held && error.code() == ErrorCode::StaleToken => {}
-                    Some(Err(error)) => self.accept(device, &error),
-                    None => {}
-                }
+                self.refill(key, &allocation, fill, stream, (commits, pins, then));
             }
             Ok(AllocationFault::Offloaded(refusal)) => {
                 self.totals.refuse(refusal.reason.word());
@@ -182,6 +153,49 @@ impl World {
                 }
                 self.note_blocked(operation);
             }
+        }
+    }
+
+    /// Writes what a fault asked for, and commits it or does not.
+    fn refill(
+        &mut self,
+        key: (usize, u32, usize),
+        allocation: &Allocation,
+        fill: FillGuard<'_>,
+        stream: Stream,
+        (commits, pins, then): (u64, u64, u64),
+    ) {
+        let (device, vbar) = (key.0, allocation.vbar().clone());
+        let seed = self.new_number();
+        self.write(device, (fill.address(), fill.bytes()), seed, stream);
+        let piece = self.piece(key).expect("nothing has happened since");
+        (piece.filling, piece.committed) = (true, None);
+        // Its pins are known by what they show only: a fill does not tell them.
+        let pages = pages_of(&allocation.range()).collect::<Vec<_>>();
+        let id = self.note_pins(device, &vbar, &pages, None, stream);
+        self.nest(then);
+        // Or its pins were taken back by force.
+        let is_held = self.pinned.iter().any(|pin| pin.id == id);
+        self.pinned.retain(|pin| pin.id != id);
+        let committed = (commits > 0).then(|| fill.commit(stream));
+        if let Some(piece) = self.piece(key) {
+            piece.filling = false;
+        }
+        match committed {
+            Some(Ok(guard)) if !is_held => {
+                let error = guard.unpin().unwrap_err();
+                assert_eq!(error.code(), ErrorCode::StaleToken);
+            }
+            Some(Ok(guard)) => {
+                let signature = guard.signature().to_vec();
+                if let Some(piece) = self.piece(key) {
+                    piece.committed = Some((seed, signature));
+                }
+                self.keep(device, &vbar, guard, stream, (pins, 0), None);
+            }
+            Some(Err(error)) if !is_held && error.code() == ErrorCode::StaleToken => {}
+            Some(Err(error)) => self.accept(device, &error),
+            None => {}
         }
     }
 

@@ -96,7 +96,7 @@ impl World {
         let freed = allocator.free(address);
         assert!(freed != Freed::Unknown && freed != Freed::Nothing, "{freed:?}");
         assert!(freed != Freed::Ending || self.is_dead(device));
-        if mix(address, block) % 4 == 0 && !self.is_dead(device) {
+        if mix(address, block).is_multiple_of(4) && !self.is_dead(device) {
             assert_eq!(allocator.free(address), Freed::Unknown, "freed twice");
         }
     }

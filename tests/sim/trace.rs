@@ -39,7 +39,7 @@ impl Trace {
             schedule: seed,
             devices,
             budget: 1 + random.below([8, 8, 24][(seed % 3) as usize]),
-            strict: u64::from(seed % 3 == 0),
+            strict: u64::from(seed.is_multiple_of(3)),
             poison: u64::from(seed % 4 == 1),
             // An older driver now and then: waits for the context are another call there.
             ctx_event: u64::from(seed % 4 != 3),
