@@ -14,7 +14,7 @@ lines! {
             schedule,
             devices, budget, strict, poison, ctx_event, late_fences, no_context_waits,
             by_reader, host_mapped, engine, mappings, jitter,
-            // Pages that may be page-locked, less one; staging slots, less one; 0 the library's choice,
+            // Pages that may be page-locked, less one; staging slots, 0 for four; 0 the library's choice,
             // 1 the page cache, 2 the disk.
             allowance, slots, prefer
         },
@@ -69,6 +69,18 @@ impl Trace {
         }
         operations.extend((0..count).map(|_| mix.draw(&mut random)));
         Self { config, operations }
+    }
+}
+
+impl Trace {
+    /// The same with its failures after `nth` good calls each.
+    pub(crate) fn failing_at(&self, nth: u64) -> Self {
+        let moved = |operation: &Operation| match operation {
+            Operation::Fail { .. } => operation.with(1, nth),
+            _ => operation.clone(),
+        };
+        let operations = self.operations.iter().map(moved).collect();
+        Self { config: self.config.clone(), operations }
     }
 }
 

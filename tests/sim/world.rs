@@ -161,7 +161,7 @@ fn options(config: &Config) -> RuntimeOptions {
         record_interval: Duration::from_secs(if on(late_fences) { 1000 } else { 0 }),
         wait_timeout: WAIT,
         host_allowance: allowance.checked_sub(1).map(|pages| pages * P),
-        staging_slot_count: (slots % 4 + 1) as usize,
+        staging_slot_count: [4, 1, 2, 3][*slots as usize % 4],
         prefer: [Prefer::Auto, Prefer::Ram, Prefer::Disk][*prefer as usize % 3],
         ..RuntimeOptions::default()
     }
