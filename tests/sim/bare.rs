@@ -242,7 +242,8 @@ impl World {
         id
     }
 
-    /// Holds a guard for `then` steps, reads its bytes again, then gives it back or puts it under a token.
+    /// Holds a guard for `then` steps and reads its bytes again, on a second stream too; then gives
+    /// it back or puts it under a token.
     pub(crate) fn keep(
         &mut self,
         device: usize,

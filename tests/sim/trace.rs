@@ -14,8 +14,8 @@ lines! {
             schedule,
             devices, budget, strict, poison, ctx_event, late_fences, no_context_waits,
             by_reader, host_mapped, engine, mappings, jitter,
-            // Pages that may be page-locked, less one; staging slots, 0 for four; 0 the library's choice,
-            // 1 the page cache, 2 the disk.
+            // Pages that may be page-locked, less one; staging slots, 0 for four; 0 the library's
+            // choice, 1 the page cache, 2 the disk.
             allowance, slots, prefer
         },
     }
