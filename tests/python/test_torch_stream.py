@@ -295,13 +295,107 @@ class Streams(Case):
         vbar.torch.unstream(module, "cuda")
         self.assertEqual(module(x).tolist(), found)
 
-    def test_the_compiler_leaves_the_faults_alone_and_compiles_what_is_within(self):
-        module = self.built()
-        self.stream(module, stack_tensors())
-        forward = module.block0.__dict__["forward"]
-        self.assertTrue(forward._torchdynamo_disable)
-        self.assertFalse(forward.disabled_recursive)
-        self.assertEqual(forward.__wrapped__, Block.forward.__get__(module.block0))
+    # Within a graph: the stand-in runs what PyTorch's compiler would trace.
+
+    def traced(self):
+        return torch.compiler.said(torch.compiler._tracing)
+
+    def test_scenario_56_what_is_traced_computes_the_same_through_evictions(self):
+        tensors, module = stack_tensors(), self.built()
+        streaming = self.stream(module, tensors)
+        wanted = ordinary(tensors).to("cuda")(self.indexes).tolist()
+        own = {id(child._parameters) for child in module.modules()}
+        for _ in range(3):
+            self.evict()
+            del torch._dense.done[:]
+            with self.traced():
+                self.assertEqual(module(self.indexes).tolist(), wanted)
+            self.check_no_pins(streaming)
+        # Its kernels read what an operation lent, and no tensor that asks had to pin for them.
+        self.assertEqual({id(child._parameters) for child in module.modules()}, own)
+        self.assertEqual(type(module.block0.scale).__name__, "StreamedParameter")
+        self.assertEqual(type(module.block0.shift).__name__, "StreamedTensor")
+
+    def test_scenario_56_lent_tensors_are_pinned_until_the_last_has_died(self):
+        seen = []
+
+        class Seeing(torch.nn.Linear):
+            def forward(self, x):
+                seen.extend([self.weight, self.bias])
+                return super().forward(x)
+
+        with vbar.torch.empty_model():
+            module = Stack()
+            module.block0.up = Seeing(WIDTH, WIDTH)
+        streaming = self.stream(module, stack_tensors())
+        bar = streaming.model.bar
+        with self.traced():
+            module(self.indexes)
+        for _ in range(2):
+            self.evict()
+            self.assertIs(type(seen[-1]), torch.Tensor)
+            self.assertEqual(seen[-1].tolist(), numbers(WIDTH, 20))
+            # Each of them has the pins of both.
+            self.assertEqual(sum(page.pin_count for page in bar.residency()), 2)
+            del seen[:-1]
+        del seen[:]
+        self.check_no_pins(streaming)
+
+    def test_scenario_56_an_exception_within_a_graph_leaves_no_pin(self):
+        class Failing(Block):
+            def forward(self, x):
+                super().forward(x)
+                raise KeyboardInterrupt
+
+        with vbar.torch.empty_model():
+            module = Stack()
+            module.block1 = Failing()
+        streaming = self.stream(module, stack_tensors(), patch={"block1.scale": lambda given: None})
+        with self.traced(), self.assertRaises(KeyboardInterrupt):
+            module(self.indexes)
+        self.check_no_pins(streaming)
+        self.assertEqual(type(module.block1.scale).__name__, "StreamedParameter")
+
+    def test_scenario_56_patches_offloading_and_graphs_of_before(self):
+        tensors, module = stack_tensors(), self.built()
+        streaming = self.stream(module, tensors, patch={"block1.scale": lambda given: given.add_(1)})
+        wanted = module(self.indexes).tolist()
+        for _ in range(2):
+            self.evict()
+            with self.traced():
+                self.assertEqual(module(self.indexes).tolist(), wanted)
+            self.check_no_pins(streaming)
+        bar = self.device.create_bar(64 * MIB)
+        self.evict()
+        with bar.fault(0, 64 * MIB, stream=vbar.NO_STREAM) as taken:
+            self.assertTrue(taken)
+            with self.traced():
+                self.refused("host_mapped", module, self.indexes, kind=WeightOffloaded)
+            self.check_no_pins(streaming)
+        del taken
+        bar.close()
+        x = torch.tensor([1.0] * WIDTH, device="cuda").requires_grad_()
+        with self.traced():
+            self.refused("inference only", module.block0.up, x)
+        # What was compiled does not know that the module was unstreamed; its guards do.
+        of_before = module.block0.up.forward
+        vbar.torch.unstream(module)
+        gc.collect()
+        with self.traced():
+            self.refused("was unstreamed", of_before, self.indexes)
+
+    def test_scenario_56_the_operations_are_what_the_compiler_wants_to_know(self):
+        self.stream(self.built(), stack_tensors())
+        defined = torch.library.defined
+        two = "Tensor(a!) order, Tensor key, Tensor[] weights) -> (Tensor, Tensor)"
+        self.assertEqual(defined["fault_2"]["schema"], two)
+        self.assertTrue(defined["fault_1"]["schema"].endswith("-> Tensor"))
+        self.assertIn("cudagraph_unsafe", defined["fault_2"]["tags"])
+        self.assertEqual(defined["used"]["schema"], "Tensor(a!) order, Tensor[] results) -> ()")
+        given = [torch.empty((2, 3)), torch.empty((4,), dtype=torch.int64, device="cuda")]
+        made = defined["fault_2"]["fake"](None, None, given)
+        self.assertEqual([(each.shape, each.dtype, each.device.type) for each in made],
+                         [((2, 3), torch.float32, "cpu"), ((4,), torch.int64, "cuda")])
 
     def test_questions_need_no_memory(self):
         module = self.built()

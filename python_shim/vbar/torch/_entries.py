@@ -107,6 +107,12 @@ class Entry:
             plain = torch.nn.Parameter(plain, requires_grad=False)
         self.plain, self.guarded = plain, guard(self, plain)
 
+    def as_parameter(self, torch: Any) -> Any:
+        """The ordinary tensor; a buffer's as a parameter of the same memory."""
+        if self.is_parameter:
+            return self.plain
+        return torch.nn.Parameter(self.plain.detach(), requires_grad=False)
+
     def _view(self, torch: Any, ordinal: int, address: int, dtype: Any) -> Any:
         if not self.elements:
             return torch.empty(self.shape, dtype=dtype, device=f"cuda:{ordinal}")

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
-from typing import TYPE_CHECKING, Any, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Callable, Iterable, Iterator, Mapping
 
 from .._bar import Bar
 from .._device import Device
 from .._errors import InvalidArgument
 from .._model import Model
 from .._sizes import Size
+from .._streams import handle_of
 from .._unshared import Unshared
 from . import _install
 from ._entries import Entry, Patch, Slot, match, patches_by_entry
@@ -158,6 +160,10 @@ class Streaming(Unshared):
         self._trainable: list[Any] = []
         self._pinners: dict[tuple[Entry, ...], Pinner] = {}
         self._is_open = True
+        #: PyTorch's current stream on the device, as a handle.
+        self.current_stream = _current_stream_of(torch, device)
+        #: What operations within a graph seem to write: see :mod:`vbar.torch._compiled`.
+        self.order: Any = None
 
     def __repr__(self) -> str:
         count, state = len(self._entries), "" if self._is_open else ", unstreamed"
@@ -301,6 +307,9 @@ class Streaming(Unshared):
             elif isinstance(value, torch.nn.Parameter):
                 moved = torch.nn.Parameter(moved, requires_grad=value.requires_grad)
             self._moved.append((slots, moved))
+        # An ordinary tensor wherever this is called.
+        with torch.inference_mode(False):
+            self.order = torch.empty((1,), dtype=torch.uint8, device=f"cuda:{ordinal}")
         self._make_units()
 
     def _make_places(self) -> None:
@@ -372,6 +381,15 @@ class Streaming(Unshared):
 def _both(pinner: Pinner, other: Any) -> Iterator[None]:
     with pinner.pinned(), other:
         yield
+
+
+def _current_stream_of(torch: Any, device: Device) -> Callable[[], int]:
+    """What tells PyTorch's current stream on a device, as a handle; a hit takes no longer."""
+    ordinal = device._torch_ordinal
+    raw = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+    if ordinal is None or raw is None:
+        return functools.partial(handle_of, None, ordinal)
+    return functools.partial(raw, ordinal)
 
 
 def _open(torch: Any, budget: Size, ordinal: int | None, options: dict[str, Any]) -> Device:

@@ -11,8 +11,10 @@ import contextlib
 import functools
 from typing import TYPE_CHECKING, Any, Iterator
 
+from . import _compiled
 from .._guard import Offloaded, Refill
-from .._many import Guards, Ranges
+from .._hold import Hold
+from .._many import Ranges
 from .._unshared import Unshared
 from ._entries import Entry, Slot
 from ._parameters import StreamError
@@ -48,6 +50,10 @@ class Pinner:
         self._ranges = Ranges(
             (bar, entry.described.bar_offset, entry.nbytes) for entry in direct
         )
+        self._has_ranges = bool(direct)
+        self._current_stream = streaming.current_stream
+        #: Those that nobody uses now: one, unless the module is within itself or in threads.
+        self._idle: list[Hold] = []
 
     def pinned(self) -> contextlib.AbstractContextManager[Any]:
         """The block. What is enqueued within it, on that stream, sees the bytes.
@@ -56,16 +62,25 @@ class Pinner:
             WeightOffloaded: they do not fit, and nothing is pinned.
         """
         device = self.streaming.open_device()
-        return self._with_filled(device) if self._filled else self._fault(device)
+        return self._with_filled(device) if self._filled else self._held(device)
 
-    def _fault(self, device: Device) -> Guards:
-        guards = device.fault_many(self._ranges)
-        if isinstance(guards, Offloaded):
+    def _held(self, device: Device) -> contextlib.AbstractContextManager[Any]:
+        if not self._has_ranges:
+            return contextlib.nullcontext()
+        handle = self._current_stream()
+        try:
+            hold = self._idle.pop()
+        except IndexError:
+            hold = None
+        if hold is None or hold.handle != handle:
+            hold = Hold(device, self._ranges, handle, self._idle)
+        # Whoever is interrupted from here on drops it, and the pins go.
+        offloaded = hold.fault()
+        if offloaded is not None:
             names = ", ".join(entry.name for entry in self.entries[:4])
             more = f" and {len(self.entries) - 4} more" if len(self.entries) > 4 else ""
-            raise WeightOffloaded(names + more, guards.reason, guards.needed_bytes)
-        # Whoever is interrupted before the block begins drops them, and the pins go.
-        return guards
+            raise WeightOffloaded(names + more, offloaded.reason, offloaded.needed_bytes)
+        return hold
 
     @contextlib.contextmanager
     def _with_filled(self, device: Device) -> Iterator[None]:
@@ -73,7 +88,7 @@ class Pinner:
         with contextlib.ExitStack() as stack:
             for entry in self._filled:
                 stack.enter_context(self._filled_guard(entry))
-            stack.enter_context(self._fault(device))
+            stack.enter_context(self._held(device))
             yield
 
     def _filled_guard(self, entry: Entry) -> Guard:
@@ -117,15 +132,16 @@ class Unit(Unshared):
     with a ``forward`` that belongs to another.
     """
 
+    __slots__ = ("_streaming", "_module", "_entries", "_pinner", "_places", "_own", "__weakref__")
+
     def __init__(self, streaming: Streaming, module: Any, held: list[tuple[Slot, Entry]]) -> None:
-        entries = list(dict.fromkeys(entry for _, entry in held))
+        self._entries = list(dict.fromkeys(entry for _, entry in held))
         self._streaming, self._module = streaming, module
-        self._pinner = Pinner(streaming, entries)
-        #: By the id of a module's dictionary: that, and what it has within and outside.
-        places: dict[int, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {}
+        self._pinner = Pinner(streaming, self._entries)
+        places: dict[int, _Place] = {}
         for slot, entry in held:
-            place = places.setdefault(id(slot.values), (slot.values, {}, {}))
-            place[1][slot.name], place[2][slot.name] = entry.plain, entry.guarded
+            place = places.setdefault(id(slot.values), _Place(slot))
+            place.entries[slot.name] = entry
         self._places = list(places.values())
 
     def install(self, torch: Any) -> None:
@@ -143,28 +159,87 @@ class Unit(Unshared):
         if self._own is not None:
             attributes["forward"] = self._own
 
+    def lend(self) -> tuple[Any, ...]:
+        """The tensors, for a graph: new ones, which have their pins for as long as they live.
+
+        Raises:
+            WeightOffloaded: they do not fit, and nothing is pinned.
+        """
+        pins = self._pinner.pinned()
+        pins.__enter__()
+        lent = tuple(entry.plain.detach() for entry in self._entries)
+        for tensor in lent:
+            tensor._vbar_pins = pins
+        return lent
+
     def _wrapped(self, torch: Any, forward: Any) -> Any:
-        pinned, places = self._pinner.pinned, self._places
+        pinned, swaps = self._pinner.pinned, [place.swap() for place in self._places]
+        is_grad_enabled = torch.is_grad_enabled
         refuse_gradients = self._streaming.refuse_gradients
+        begin, returned, end = self._lender(torch)
+        is_traced = torch.compiler.is_dynamo_compiling
 
         # Without the attributes: by those the compiler would find what it wraps instead of this.
         @functools.wraps(forward, updated=())
         def streamed_forward(*args: Any, **kwargs: Any) -> Any:
-            refuse_gradients(args, kwargs)
+            if is_traced():
+                refuse_gradients(args, kwargs)
+                # A graph that breaks within a block like this one is given up, back to before it:
+                # then all of this is run as it is below, and what it calls is compiled.
+                try:
+                    begin()
+                    result = forward(*args, **kwargs)
+                    returned(result)
+                    return result
+                finally:
+                    end()
+            if is_grad_enabled():
+                refuse_gradients(args, kwargs)
             with pinned():
                 # The last to leave puts the guarded ones back. In between another thread may do
                 # so, or this module within itself: those pin once more, and compute the same.
                 try:
-                    for values, plain, _ in places:
+                    for values, plain, _ in swaps:
                         values.update(plain)
                     return forward(*args, **kwargs)
                 finally:
-                    for values, _, guarded in places:
+                    for values, _, guarded in swaps:
                         values.update(guarded)
 
-        # Of the compiler's graphs this is no part; what is called from here is compiled.
-        disable = getattr(getattr(torch, "compiler", None), "disable", None)
-        return streamed_forward if disable is None else disable(streamed_forward, recursive=False)
+        return streamed_forward
+
+    def _lender(self, torch: Any) -> Any:
+        at = {entry: index for index, entry in enumerate(self._entries)}
+        places = tuple(
+            (
+                place.module,
+                place.attribute,
+                place.values,
+                tuple((name, at[entry]) for name, entry in place.entries.items()),
+            )
+            for place in self._places
+        )
+        key = torch.tensor([_compiled.number(self)], dtype=torch.int64, device="cpu")
+        # As parameters, whose shapes are what they are; also those of buffers.
+        weights = tuple(entry.as_parameter(torch) for entry in self._entries)
+        return _compiled.lender(torch, places, self._streaming.order, key, weights)
+
+
+class _Place:
+    """A dictionary of a module that has streamed tensors, and which by their names."""
+
+    __slots__ = ("module", "attribute", "values", "entries")
+
+    def __init__(self, slot: Slot) -> None:
+        self.module, self.values = slot.module, slot.values
+        is_parameters = slot.values is slot.module._parameters
+        self.attribute = "_parameters" if is_parameters else "_buffers"
+        self.entries: dict[str, Entry] = {}
+
+    def swap(self) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+        """The dictionary, and what is in it within the module's forward and outside."""
+        plain = {name: entry.plain for name, entry in self.entries.items()}
+        return self.values, plain, {name: entry.guarded for name, entry in self.entries.items()}
 
 
 #: Where a module has its unit.
