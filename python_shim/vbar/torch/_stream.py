@@ -159,14 +159,15 @@ class Streaming(Unshared):
         self._moved: list[tuple[list[Slot], Any]] = []
         self._trainable: list[Any] = []
         self._pinners: dict[tuple[Entry, ...], Pinner] = {}
-        self._is_open = True
+        #: Whether it was not unstreamed.
+        self.is_open = True
         #: PyTorch's current stream on the device, as a handle.
         self.current_stream = _current_stream_of(torch, device)
         #: What operations within a graph seem to write: see :mod:`vbar.torch._compiled`.
         self.order: Any = None
 
     def __repr__(self) -> str:
-        count, state = len(self._entries), "" if self._is_open else ", unstreamed"
+        count, state = len(self._entries), "" if self.is_open else ", unstreamed"
         return f"<vbar.torch.Streaming of {count} tensors, {self.model.nbytes} bytes{state}>"
 
     def repatch(self, patch: Mapping[str, Patch | None]) -> None:
@@ -201,7 +202,7 @@ class Streaming(Unshared):
             if entry.is_parameter:
                 copy = torch.nn.Parameter(copy, requires_grad=entry.requires_grad)
             back.append(copy)
-        self._is_open = False
+        self.is_open = False
         for unit in self._units:
             unit.remove()
         for entry, copy in zip(self._entries, back):
@@ -222,7 +223,7 @@ class Streaming(Unshared):
         Raises:
             StreamError: the module was unstreamed.
         """
-        if not self._is_open:
+        if not self.is_open:
             raise StreamError("the module was unstreamed: its tensors of before have no memory")
         return self.device
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from typing import TYPE_CHECKING, Any, Iterator
+from typing import TYPE_CHECKING, Any, Callable, Iterator
 
 from . import _compiled
 from .._guard import Offloaded, Refill
@@ -20,7 +20,6 @@ from ._entries import Entry, Slot
 from ._parameters import StreamError
 
 if TYPE_CHECKING:
-    from .._device import Device
     from .._guard import Guard
     from .._values import Reason
     from ._stream import Streaming
@@ -50,45 +49,49 @@ class Pinner:
         self._ranges = Ranges(
             (bar, entry.described.bar_offset, entry.nbytes) for entry in direct
         )
-        self._has_ranges = bool(direct)
         self._current_stream = streaming.current_stream
         #: Those that nobody uses now: one, unless the module is within itself or in threads.
         self._idle: list[Hold] = []
 
-    def pinned(self) -> contextlib.AbstractContextManager[Any]:
-        """The block. What is enqueued within it, on that stream, sees the bytes.
+    @property
+    def pinned(self) -> Callable[[], contextlib.AbstractContextManager[Any]]:
+        """What makes the block. What is enqueued within it, on that stream, sees the bytes.
 
         Raises:
             WeightOffloaded: they do not fit, and nothing is pinned.
         """
-        device = self.streaming.open_device()
-        return self._with_filled(device) if self._filled else self._held(device)
+        if self._filled:
+            return self._with_filled
+        return self._held if self._ranges else contextlib.nullcontext
 
-    def _held(self, device: Device) -> contextlib.AbstractContextManager[Any]:
-        if not self._has_ranges:
-            return contextlib.nullcontext()
+    def _held(self) -> Hold:
+        streaming = self.streaming
+        if not streaming.is_open:
+            streaming.open_device()
         handle = self._current_stream()
         try:
             hold = self._idle.pop()
+            if hold.handle != handle:
+                raise IndexError
         except IndexError:
-            hold = None
-        if hold is None or hold.handle != handle:
-            hold = Hold(device, self._ranges, handle, self._idle)
+            hold = Hold(streaming.device, self._ranges, handle, self._idle)
         # Whoever is interrupted from here on drops it, and the pins go.
         offloaded = hold.fault()
-        if offloaded is not None:
-            names = ", ".join(entry.name for entry in self.entries[:4])
-            more = f" and {len(self.entries) - 4} more" if len(self.entries) > 4 else ""
-            raise WeightOffloaded(names + more, offloaded.reason, offloaded.needed_bytes)
-        return hold
+        if offloaded is None:
+            return hold
+        names = ", ".join(entry.name for entry in self.entries[:4])
+        more = f" and {len(self.entries) - 4} more" if len(self.entries) > 4 else ""
+        raise WeightOffloaded(names + more, offloaded.reason, offloaded.needed_bytes)
 
     @contextlib.contextmanager
-    def _with_filled(self, device: Device) -> Iterator[None]:
+    def _with_filled(self) -> Iterator[None]:
+        self.streaming.open_device()
         # Those that are filled come first: what they are filled from must find a place.
         with contextlib.ExitStack() as stack:
             for entry in self._filled:
                 stack.enter_context(self._filled_guard(entry))
-            stack.enter_context(self._held(device))
+            if self._ranges:
+                stack.enter_context(self._held())
             yield
 
     def _filled_guard(self, entry: Entry) -> Guard:
