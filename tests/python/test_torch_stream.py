@@ -13,6 +13,7 @@ import struct
 import sys
 import threading
 import unittest
+from unittest import mock
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent / "stand_in"))
 
@@ -21,7 +22,7 @@ from support import MIB, PAGE, Case, Sim, open_device, write_model  # noqa: E402
 
 import vbar  # noqa: E402
 import vbar.torch  # noqa: E402
-from vbar.torch import StreamError, WeightOffloaded  # noqa: E402
+from vbar.torch import StreamError, WeightOffloaded, _units  # noqa: E402
 
 WIDTH = 4
 CODES = {"F32": "f", "F16": "e", "F64": "d", "I64": "q"}
@@ -392,7 +393,7 @@ class Streams(Case):
         self.assertEqual(defined["fault_2"]["schema"], two)
         self.assertTrue(defined["fault_1"]["schema"].endswith("-> Tensor"))
         self.assertIn("cudagraph_unsafe", defined["fault_2"]["tags"])
-        self.assertEqual(defined["used"]["schema"], "Tensor(a!) order, Tensor[] results) -> ()")
+        self.assertEqual(defined["used"]["schema"], "Tensor(a!) order, Tensor[] results, Tensor[] weights) -> ()")
         given = [torch.empty((2, 3)), torch.empty((4,), dtype=torch.int64, device="cuda")]
         made = defined["fault_2"]["fake"](None, None, given)
         self.assertEqual([(each.shape, each.dtype, each.device.type) for each in made],
@@ -535,6 +536,38 @@ class Streams(Case):
         bar.close()
         self.check_same(module, stack_tensors(1), 1)
         self.check_no_pins(streaming)
+
+    def test_pins_of_other_threads_are_waited_for(self):
+        tensors, module = stack_tensors(1), self.built(1)
+        for patch in ({}, {"block0.scale": lambda tensor: None}):
+            streaming = self.stream(module, tensors, patch=patch)
+            self.evict()
+            bar, found, asleep = self.device.create_bar(64 * MIB), [], threading.Event()
+            bar.set_class(-1)
+            guard = bar.fault(0, 64 * MIB, stream=vbar.NO_STREAM)
+            self.assertTrue(guard)
+
+            def pause(seconds):
+                asleep.set()
+
+            def run():
+                try:
+                    found.append(module(self.indexes).tolist())
+                finally:
+                    asleep.set()
+
+            with mock.patch.object(_units, "_PATIENCE", 20.0):
+                with mock.patch.object(_units.time, "sleep", pause):
+                    thread = threading.Thread(target=run)
+                    thread.start()
+                    asleep.wait()
+                    guard.close()
+                    thread.join()
+            wanted = ordinary(tensors, 1).to("cuda")(self.indexes).tolist()
+            self.assertEqual(found, [wanted])
+            self.check_no_pins(streaming)
+            vbar.torch.unstream(module)
+            bar.close()
 
     def test_what_is_too_large_is_read_over_the_link_if_that_is_allowed(self):
         class Wide(torch.nn.Module):

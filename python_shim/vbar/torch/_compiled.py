@@ -23,18 +23,41 @@ from typing import TYPE_CHECKING, Any, Callable
 from ._parameters import StreamError
 
 if TYPE_CHECKING:
-    from ._units import Unit
+    from ._entries import Entry
+    from ._stream import Streaming
 
-#: By the number in a unit's key; which graphs hand on, and find nothing when it was unstreamed.
-_units: weakref.WeakValueDictionary[int, Unit] = weakref.WeakValueDictionary()
+#: By the number in a loan's key; which graphs hand on, and find nothing when it was unstreamed.
+_loans: weakref.WeakValueDictionary[int, Loan] = weakref.WeakValueDictionary()
 _numbers = itertools.count(1)
 
 
-def number(unit: Unit) -> int:
-    """The number that a graph knows a unit by. Never repeats in a process."""
-    given = next(_numbers)
-    _units[given] = unit
-    return given
+class Loan:
+    """Tensors that graphs are lent together, and what the operation for that is called with."""
+
+    def __init__(
+        self, torch: Any, streaming: Streaming, entries: list[Entry], pinned: Callable[[], Any]
+    ) -> None:
+        self._entries, self._pinned = entries, pinned
+        self.order, self.fault = streaming.order, fault_of(len(entries))
+        number = next(_numbers)
+        _loans[number] = self
+        # By a tensor, whose number is nothing that a graph is compiled for: one serves all layers.
+        self.key = torch.tensor([number], dtype=torch.int64, device="cpu")
+        # As parameters, whose shapes are what they are; also those of buffers.
+        self.weights = tuple(entry.as_parameter(torch) for entry in entries)
+
+    def lend(self) -> tuple[Any, ...]:
+        """The tensors, for a graph: new ones, which have their pins for as long as they live.
+
+        Raises:
+            WeightOffloaded: they do not fit, and nothing is pinned.
+        """
+        pins = self._pinned()
+        pins.__enter__()
+        lent = tuple(entry.lent.detach() for entry in self._entries)
+        for tensor in lent:
+            tensor._vbar_pins = pins
+        return lent
 
 
 @functools.lru_cache(maxsize=None)
@@ -56,10 +79,10 @@ def fault_of(count: int) -> Any:
     returns = "Tensor" if count == 1 else f"({', '.join(['Tensor'] * count)})"
 
     def fault(order: Any, key: Any, weights: Any) -> Any:
-        unit = _units.get(int(key))
-        if unit is None:
+        loan = _loans.get(int(key))
+        if loan is None:
             raise StreamError("the module was unstreamed, and this graph was compiled before that")
-        lent = unit.lend()
+        lent = loan.lend()
         return lent[0] if count == 1 else lent
 
     def described(order: Any, key: Any, weights: Any) -> Any:
@@ -74,12 +97,15 @@ def fault_of(count: int) -> Any:
 
 @functools.lru_cache(maxsize=None)
 def used() -> Any:
-    """The operation ``(order, results)``: what comes behind it comes behind those."""
+    """The operation ``(order, results, weights)``: what comes behind it comes behind the results,
+    and as long the weights live, also where a graph has views of them only.
+    """
 
-    def nothing(order: Any, results: Any) -> None:
+    def nothing(order: Any, results: Any, weights: Any) -> None:
         return None
 
-    return _define("used", "(Tensor(a!) order, Tensor[] results) -> ()", nothing, nothing)
+    schema = "(Tensor(a!) order, Tensor[] results, Tensor[] weights) -> ()"
+    return _define("used", schema, nothing, nothing)
 
 
 def _define(name: str, schema: str, kernel: Callable[..., Any], described: Any) -> Any:
@@ -95,20 +121,21 @@ def _define(name: str, schema: str, kernel: Callable[..., Any], described: Any) 
     return getattr(torch.ops.vbar, name).default
 
 
-def lender(torch: Any, places: Any, order: Any, key: Any, weights: tuple[Any, ...]) -> Any:
+def lender(torch: Any, loan: Loan, places: Any) -> Any:
     """What a traced forward begins with, goes on to when it has its result, and ends with.
 
     All of it is read by the compiler and becomes part of a graph. That the module's dictionaries
     are replaced is seen by the trace alone: when it is over they are those that they were.
 
     Args:
+        loan: the module's.
         places: of each dictionary its module, the attribute that it is, itself, and of each name
-            in there that is a streamed tensor which of the weights it is.
+            in there that is a streamed tensor which of the loan's it is.
     """
-    fault, after, one = fault_of(len(weights)), used(), len(weights) == 1
-    tensor_type = torch.Tensor
+    fault, order, key, weights = loan.fault, loan.order, loan.key, loan.weights
+    after, one, tensors_in = used(), len(weights) == 1, finder(torch)
 
-    def begin() -> None:
+    def begin() -> Any:
         lent = fault(order, key, weights)
         if one:
             lent = (lent,)
@@ -117,13 +144,47 @@ def lender(torch: Any, places: Any, order: Any, key: Any, weights: tuple[Any, ..
             for name, at in names:
                 within[name] = lent[at]
             object.__setattr__(module, attribute, within)
+        return lent
 
-    def returned(result: Any) -> None:
-        after(order, tensors_in(result))
+    def returned(result: Any, lent: Any) -> None:
+        after(order, tensors_in(result), lent)
 
     def end() -> None:
         for module, attribute, values, _ in places:
             object.__setattr__(module, attribute, values)
+
+    return begin, returned, end
+
+
+def one_operation(torch: Any) -> Callable[..., Any]:
+    """An operation that is traced, and has tensors that ask among its arguments: they are lent."""
+    after, tensors_in = used(), finder(torch)
+
+    def borrow(value: Any, lent: list[Any], orders: list[Any]) -> Any:
+        if hasattr(value, "_vbar_entry"):
+            loan = value._vbar_entry.loan
+            orders.append(loan.order)
+            lent.append(loan.fault(loan.order, loan.key, loan.weights))
+            return lent[-1]
+        if isinstance(value, (tuple, list)):
+            return type(value)([borrow(each, lent, orders) for each in value])
+        return value
+
+    def call(func: Any, args: Any, kwargs: Any) -> Any:
+        lent: list[Any] = []
+        orders: list[Any] = []
+        args = [borrow(each, lent, orders) for each in args]
+        kwargs = {name: borrow(each, lent, orders) for name, each in kwargs.items()}
+        result = func(*args, **kwargs)
+        after(orders[0], tensors_in(result), lent)
+        return result
+
+    return call
+
+
+def finder(torch: Any) -> Callable[[Any], list[Any]]:
+    """What finds the tensors in a result."""
+    tensor_type = torch.Tensor
 
     def tensors_in(value: Any) -> list[Any]:
         if isinstance(value, tensor_type):
@@ -134,4 +195,4 @@ def lender(torch: Any, places: Any, order: Any, key: Any, weights: tuple[Any, ..
             return [tensor for each in value for tensor in tensors_in(each)]
         return []
 
-    return begin, returned, end
+    return tensors_in

@@ -36,6 +36,12 @@ _ESCAPES = frozenset(
 )
 
 
+NO_EXPORT = (
+    "a streamed module is not exported: what torch.export makes has its weights within it. Compile "
+    "it by torch.compile, or export an ordinary one"
+)
+
+
 class StreamError(Error, RuntimeError):
     """A streamed module cannot do that, or not now; the text says why, and what to do."""
 
@@ -45,7 +51,13 @@ def guarded_types() -> tuple[Any, Any]:
     """The subclasses of ``torch.nn.Parameter`` and of ``torch.Tensor``; made once, with torch."""
     import torch
 
+    from ._compiled import one_operation
+
+    is_traced, in_a_graph = torch.compiler.is_dynamo_compiling, one_operation(torch)
+
     def ask(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if is_traced():
+            return _traced(in_a_graph, func, args, kwargs or {})
         return _outside(torch, func, args, kwargs or {})
 
     def refuse_pickle(self: Any, protocol: Any) -> NoReturn:
@@ -136,6 +148,19 @@ def bytes_at(torch: Any, address: int, nbytes: int, ordinal: int) -> Any:
 _CAPSULE_NAME = b"dltensor"
 
 
+def _traced(in_a_graph: Any, func: Any, args: Any, kwargs: Any) -> Any:
+    """As :func:`_outside`, read by the compiler."""
+    name = getattr(func, "__name__", "")
+    if name in _QUESTIONS or name == "__get__":
+        return func(*_plain(args), **_plain(kwargs))
+    return in_a_graph(func, args, kwargs)
+
+
+def _is_described(torch: Any) -> bool:
+    """Whether the compiler asks of which shape and kind a tensor is; it reads no bytes."""
+    return torch._guards.TracingContext.try_get() is not None
+
+
 def _outside(torch: Any, func: Any, args: Any, kwargs: Any) -> Any:
     """What PyTorch asks instead of doing it: with pins, with ordinary tensors."""
     name = getattr(func, "__name__", "")
@@ -151,6 +176,10 @@ def _outside(torch: Any, func: Any, args: Any, kwargs: Any) -> Any:
     plain_args, plain_kwargs = _plain((args, kwargs))
     if name in _QUESTIONS or (name == "__get__" and attribute in _METADATA):
         return func(*plain_args, **plain_kwargs)
+    if name == "untyped_storage" and _is_described(torch):
+        return func(*plain_args, **plain_kwargs)
+    if torch.compiler.is_exporting():
+        raise StreamError(NO_EXPORT)
     _refuse_outlets(name, attribute, args, kwargs, entries)
     entries[0].streaming.refuse_gradients(plain_args, plain_kwargs)
     with entries[0].streaming.pinned(entries):

@@ -15,6 +15,7 @@ from .._sizes import Size
 from .._streams import handle_of
 from .._unshared import Unshared
 from . import _install
+from ._compiled import Loan
 from ._entries import Entry, Patch, Slot, match, patches_by_entry
 from ._parameters import StreamError
 from ._units import ATTRIBUTE, WeightOffloaded, Pinner, Unit
@@ -366,6 +367,8 @@ class Streaming(Unshared):
                 self._trainable.append(value)
         self._moved = []
         for entry in self._entries:
+            pinned = functools.partial(self.pinned, (entry,))
+            entry.loan = Loan(self._torch, self, [entry], pinned)
             entry.put(entry.guarded)
             # Its memory goes, if it had any.
             entry.before = None

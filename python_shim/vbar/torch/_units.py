@@ -9,19 +9,20 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import time
 from typing import TYPE_CHECKING, Any, Callable, Iterator
 
-from . import _compiled
 from .._guard import Offloaded, Refill
 from .._hold import Hold
 from .._many import Ranges
 from .._unshared import Unshared
+from .._values import Reason
+from . import _compiled
 from ._entries import Entry, Slot
-from ._parameters import StreamError
+from ._parameters import NO_EXPORT, StreamError
 
 if TYPE_CHECKING:
     from .._guard import Guard
-    from .._values import Reason
     from ._stream import Streaming
 
 
@@ -36,6 +37,26 @@ class WeightOffloaded(StreamError):
         )
         self.reason = reason
         self.needed_bytes = needed_bytes
+
+
+#: How long a forward waits for others' pins, and between two looks, in seconds.
+_PATIENCE, _PAUSE = 0.5, 0.001
+
+
+class _Patience:
+    """Waits a little when everything is pinned: by forwards of other threads, which go on."""
+
+    __slots__ = ("_until",)
+
+    def __init__(self) -> None:
+        self._until = time.monotonic() + _PATIENCE
+
+    def waits(self, offloaded: Offloaded) -> bool:
+        """Whether to try once more, behind a pause."""
+        if offloaded.reason != Reason.ALL_PINNED or time.monotonic() > self._until:
+            return False
+        time.sleep(_PAUSE)
+        return True
 
 
 class Pinner:
@@ -79,6 +100,11 @@ class Pinner:
         offloaded = hold.fault()
         if offloaded is None:
             return hold
+        patience = _Patience()
+        while patience.waits(offloaded):
+            offloaded = hold.fault()
+            if offloaded is None:
+                return hold
         names = ", ".join(entry.name for entry in self.entries[:4])
         more = f" and {len(self.entries) - 4} more" if len(self.entries) > 4 else ""
         raise WeightOffloaded(names + more, offloaded.reason, offloaded.needed_bytes)
@@ -98,7 +124,7 @@ class Pinner:
         """Pins an allocation whose bytes are the file's, cast and patched, once for each fill."""
         allocation, streaming = entry.allocation, self.streaming
         assert allocation is not None
-        tries = 0
+        tries, patience = 0, _Patience()
         while True:
             wanted = streaming.version_of(entry)
             guard = allocation.fault(wait=True)
@@ -115,8 +141,8 @@ class Pinner:
                 return guard
             if isinstance(guard, Offloaded):
                 # Pages above the watermark stay out until the VBAR is wanted again.
-                tries += 1
-                if tries > 1 or not streaming.lift_watermark():
+                tries = tries if patience.waits(guard) else tries + 1
+                if not streaming.lift_watermark() or tries > 1:
                     raise WeightOffloaded(entry.name, guard.reason, guard.needed_bytes)
             elif not guard:
                 raise StreamError(f"{entry.name} is being filled by another thread, without end")
@@ -135,7 +161,7 @@ class Unit(Unshared):
     with a ``forward`` that belongs to another.
     """
 
-    __slots__ = ("_streaming", "_module", "_entries", "_pinner", "_places", "_own", "__weakref__")
+    __slots__ = ("_streaming", "_module", "_entries", "_pinner", "_places", "_own", "_loan")
 
     def __init__(self, streaming: Streaming, module: Any, held: list[tuple[Slot, Entry]]) -> None:
         self._entries = list(dict.fromkeys(entry for _, entry in held))
@@ -162,37 +188,26 @@ class Unit(Unshared):
         if self._own is not None:
             attributes["forward"] = self._own
 
-    def lend(self) -> tuple[Any, ...]:
-        """The tensors, for a graph: new ones, which have their pins for as long as they live.
-
-        Raises:
-            WeightOffloaded: they do not fit, and nothing is pinned.
-        """
-        pins = self._pinner.pinned()
-        pins.__enter__()
-        lent = tuple(entry.plain.detach() for entry in self._entries)
-        for tensor in lent:
-            tensor._vbar_pins = pins
-        return lent
-
     def _wrapped(self, torch: Any, forward: Any) -> Any:
         pinned, swaps = self._pinner.pinned, [place.swap() for place in self._places]
         is_grad_enabled = torch.is_grad_enabled
         refuse_gradients = self._streaming.refuse_gradients
         begin, returned, end = self._lender(torch)
-        is_traced = torch.compiler.is_dynamo_compiling
+        is_traced, is_exporting = torch.compiler.is_dynamo_compiling, torch.compiler.is_exporting
 
         # Without the attributes: by those the compiler would find what it wraps instead of this.
         @functools.wraps(forward, updated=())
         def streamed_forward(*args: Any, **kwargs: Any) -> Any:
             if is_traced():
+                if is_exporting():
+                    raise StreamError(NO_EXPORT)
                 refuse_gradients(args, kwargs)
                 # A graph that breaks within a block like this one is given up, back to before it:
                 # then all of this is run as it is below, and what it calls is compiled.
                 try:
-                    begin()
+                    lent = begin()
                     result = forward(*args, **kwargs)
-                    returned(result)
+                    returned(result, lent)
                     return result
                 finally:
                     end()
@@ -212,6 +227,7 @@ class Unit(Unshared):
         return streamed_forward
 
     def _lender(self, torch: Any) -> Any:
+        self._loan = _compiled.Loan(torch, self._streaming, self._entries, self._pinner.pinned)
         at = {entry: index for index, entry in enumerate(self._entries)}
         places = tuple(
             (
@@ -222,10 +238,7 @@ class Unit(Unshared):
             )
             for place in self._places
         )
-        key = torch.tensor([_compiled.number(self)], dtype=torch.int64, device="cpu")
-        # As parameters, whose shapes are what they are; also those of buffers.
-        weights = tuple(entry.as_parameter(torch) for entry in self._entries)
-        return _compiled.lender(torch, places, self._streaming.order, key, weights)
+        return _compiled.lender(torch, self._loan, places)
 
 
 class _Place:
