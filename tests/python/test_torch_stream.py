@@ -386,6 +386,42 @@ class Streams(Case):
         with self.traced():
             self.refused("was unstreamed", of_before, self.indexes)
 
+    def test_scenario_56_a_parent_that_uses_its_childs_weight_is_lent_it(self):
+        class Parent(Stack):
+            def forward(self, indexes):
+                told.append((self.block0.up.weight.shape, self.block0.up.weight.numel()))
+                x = torch._dense.linear(self.embedding(indexes), weight=self.block0.up.weight)
+                return x + self.block0.up.bias
+
+        told = []
+        with vbar.torch.empty_model():
+            module = Parent()
+        streaming = self.stream(module, stack_tensors())
+        self.evict()
+        with self.traced():
+            found = module(self.indexes).tolist()
+        plain = ordinary(stack_tensors()).to("cuda")
+        x = torch._dense.linear(plain.embedding(self.indexes), plain.block0.up.weight)
+        self.assertEqual(found, (x + plain.block0.up.bias).tolist())
+        self.assertEqual(told, [((WIDTH, WIDTH), WIDTH * WIDTH)])
+        self.check_no_pins(streaming)
+        with self.traced():
+            self.refused("patch=", module.block0.scale.add_, 1.0)
+            self.refused("hand out", module.block0.scale.untyped_storage)
+
+    def test_scenario_56_what_the_compiler_asks_and_export(self):
+        module = self.built()
+        self.stream(module, stack_tensors())
+        weight = module.block0.up.weight
+        # Of its storage it wants to know how large it is.
+        with mock.patch.object(torch._guards.TracingContext, "try_get", object):
+            self.assertEqual(weight.untyped_storage().address, weight.data_ptr())
+        self.refused("hand out", weight.untyped_storage)
+        with torch.compiler.said(torch.compiler._exporting):
+            self.refused("not exported", weight.untyped_storage)
+            with self.traced():
+                self.refused("not exported", module, self.indexes)
+
     def test_scenario_56_the_operations_are_what_the_compiler_wants_to_know(self):
         self.stream(self.built(), stack_tensors())
         defined = torch.library.defined

@@ -57,7 +57,7 @@ def guarded_types() -> tuple[Any, Any]:
 
     def ask(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if is_traced():
-            return _traced(in_a_graph, func, args, kwargs or {})
+            return _traced(torch, in_a_graph, func, args, kwargs or {})
         return _outside(torch, func, args, kwargs or {})
 
     def refuse_pickle(self: Any, protocol: Any) -> NoReturn:
@@ -148,11 +148,14 @@ def bytes_at(torch: Any, address: int, nbytes: int, ordinal: int) -> Any:
 _CAPSULE_NAME = b"dltensor"
 
 
-def _traced(in_a_graph: Any, func: Any, args: Any, kwargs: Any) -> Any:
+def _traced(torch: Any, in_a_graph: Any, func: Any, args: Any, kwargs: Any) -> Any:
     """As :func:`_outside`, read by the compiler."""
     name = getattr(func, "__name__", "")
     if name in _QUESTIONS or name == "__get__":
         return func(*_plain(args), **_plain(kwargs))
+    if name in _ESCAPES or name == "__set__" or _writes(name):
+        # Refused there, or the end of a graph.
+        return _outside(torch, func, args, kwargs)
     return in_a_graph(func, args, kwargs)
 
 
@@ -194,14 +197,17 @@ def _refuse_outlets(name: str, attribute: str, args: Any, kwargs: Any, entries: 
             f"{name} would hand out the memory of {called}, which is streamed and not always "
             "there: take a copy, by clone() or cpu()"
         )
-    # `__iadd__` and its like write as `add_` does; `__init__` and `__invert__` do not.
-    in_place = name.endswith("_") and not name.endswith("__") or name in _WRITING_OPERATORS
-    writes = in_place and args and hasattr(args[0], "_vbar_entry")
+    writes = _writes(name) and args and hasattr(args[0], "_vbar_entry")
     if writes or next(_guarded_in(kwargs.get("out")), None) is not None:
         raise StreamError(
             f"{name} would write {called}, whose bytes are a file's and are read again after an "
             "eviction: change it by patch=, or call vbar.torch.unstream(module) first"
         )
+
+
+def _writes(name: str) -> bool:
+    # `__iadd__` and its like write as `add_` does; `__init__` and `__invert__` do not.
+    return name.endswith("_") and not name.endswith("__") or name in _WRITING_OPERATORS
 
 
 _WRITING_OPERATORS = frozenset(

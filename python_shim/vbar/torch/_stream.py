@@ -80,8 +80,10 @@ def stream(
         **options: as for :class:`vbar.Device` when it is opened here; with ``host_mapped=True``
             what cannot be resident is read over the link instead of :class:`WeightOffloaded`.
 
-    ``torch.compile`` in its default mode compiles what is within each forward; the faults are no
-    part of a graph, so ``fullgraph=True`` is refused by the compiler.
+    ``torch.compile`` makes one graph of it, also with ``fullgraph=True``, before or after this was
+    called: faults are operations of the graph, and the weights that they lend it are pinned until
+    the last kernel that reads them was enqueued, or the graph ends by an exception. An exception
+    that somebody keeps may keep them, by its traceback. ``torch.export`` is refused.
 
     Raises:
         StreamError: shapes or types differ, a tensor is on ``meta`` and not in the file, or the
