@@ -151,7 +151,7 @@ _CAPSULE_NAME = b"dltensor"
 def _traced(torch: Any, in_a_graph: Any, func: Any, args: Any, kwargs: Any) -> Any:
     """As :func:`_outside`, read by the compiler."""
     name = getattr(func, "__name__", "")
-    if name in _QUESTIONS or name == "__get__":
+    if name in _QUESTIONS:
         return func(*_plain(args), **_plain(kwargs))
     if name in _ESCAPES or name == "__set__" or _writes(name):
         # Refused there, or the end of a graph.
