@@ -35,9 +35,9 @@ class Loan:
     """Tensors that graphs are lent together, and what the operation for that is called with."""
 
     def __init__(
-        self, torch: Any, streaming: Streaming, entries: list[Entry], pinned: Callable[[], Any]
+        self, torch: Any, streaming: Streaming, entries: list[Entry], owned: Callable[[], Any]
     ) -> None:
-        self._entries, self._pinned = entries, pinned
+        self._entries, self._owned = entries, owned
         self.order, self.fault = streaming.order, fault_of(len(entries))
         number = next(_numbers)
         _loans[number] = self
@@ -52,8 +52,7 @@ class Loan:
         Raises:
             WeightOffloaded: they do not fit, and nothing is pinned.
         """
-        pins = self._pinned()
-        pins.__enter__()
+        pins = self._owned()
         lent = tuple(entry.lent.detach() for entry in self._entries)
         for tensor in lent:
             tensor._vbar_pins = pins

@@ -369,8 +369,7 @@ class Streaming(Unshared):
                 self._trainable.append(value)
         self._moved = []
         for entry in self._entries:
-            pinned = functools.partial(self.pinned, (entry,))
-            entry.loan = Loan(self._torch, self, [entry], pinned)
+            entry.loan = Loan(self._torch, self, [entry], Pinner(self, [entry]).owned)
             entry.put(entry.guarded)
             # Its memory goes, if it had any.
             entry.before = None

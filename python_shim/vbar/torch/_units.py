@@ -85,6 +85,20 @@ class Pinner:
             return self._with_filled
         return self._held if self._ranges else contextlib.nullcontext
 
+    def owned(self) -> Any:
+        """The pins as an object, and without a block: they end when it is dropped.
+
+        Raises:
+            WeightOffloaded: they do not fit, and nothing is pinned.
+        """
+        if not self._filled:
+            return self._held() if self._ranges else None
+        self.streaming.open_device()
+        owners: list[Guard | Hold] = [self._filled_guard(entry) for entry in self._filled]
+        if self._ranges:
+            owners.append(self._held())
+        return owners
+
     def _held(self) -> Hold:
         streaming = self.streaming
         if not streaming.is_open:
@@ -227,7 +241,7 @@ class Unit(Unshared):
         return streamed_forward
 
     def _lender(self, torch: Any) -> Any:
-        self._loan = _compiled.Loan(torch, self._streaming, self._entries, self._pinner.pinned)
+        self._loan = _compiled.Loan(torch, self._streaming, self._entries, self._pinner.owned)
         at = {entry: index for index, entry in enumerate(self._entries)}
         places = tuple(
             (
