@@ -155,12 +155,16 @@ def lender(torch: Any, loan: Loan, places: Any) -> Any:
     return begin, returned, end
 
 
-def one_operation(torch: Any) -> Callable[..., Any]:
-    """An operation that is traced, and has tensors that ask among its arguments: they are lent."""
+def one_operation(torch: Any, kinds: list[Any]) -> Callable[..., Any]:
+    """An operation that is traced, and has tensors that ask among its arguments: they are lent.
+
+    Args:
+        kinds: the two subclasses that such tensors are of.
+    """
     after, tensors_in = used(), finder(torch)
 
     def borrow(value: Any, lent: list[Any], orders: list[Any]) -> Any:
-        if hasattr(value, "_vbar_entry"):
+        if isinstance(value, kinds[0]) or isinstance(value, kinds[1]):
             loan = value._vbar_entry.loan
             orders.append(loan.order)
             lent.append(loan.fault(loan.order, loan.key, loan.weights))

@@ -53,7 +53,8 @@ def guarded_types() -> tuple[Any, Any]:
 
     from ._compiled import one_operation
 
-    is_traced, in_a_graph = torch.compiler.is_dynamo_compiling, one_operation(torch)
+    kinds: list[Any] = []
+    is_traced, in_a_graph = torch.compiler.is_dynamo_compiling, one_operation(torch, kinds)
 
     def ask(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if is_traced():
@@ -83,7 +84,8 @@ def guarded_types() -> tuple[Any, Any]:
         }
         return type(name, (base,), members)
 
-    return make("StreamedParameter", torch.nn.Parameter), make("StreamedTensor", torch.Tensor)
+    kinds += [make("StreamedParameter", torch.nn.Parameter), make("StreamedTensor", torch.Tensor)]
+    return kinds[0], kinds[1]
 
 
 def guard(entry: Entry, plain: Any) -> Any:
