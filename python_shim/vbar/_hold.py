@@ -10,6 +10,7 @@ import collections
 import ctypes
 import functools
 import itertools
+import operator
 from typing import TYPE_CHECKING, Any, Callable
 
 from . import _abi, _interrupt, _log
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 _WORDS = ctypes.sizeof(_abi.Fault) // 8
 _BYTES = _abi.Fault.bytes.offset // 8
 _TOKEN = _abi.Fault.token.offset // 8
+_ALL, _CALL = slice(None), operator.methodcaller("__call__")
 
 
 class Hold(Unshared):
@@ -124,12 +126,35 @@ class Hold(Unshared):
             self._unpin()
             self._made[:] = self._none
 
+    def lease(self) -> Lease:
+        """Hands its pins over: they end when what this returns is dropped, and it serves again."""
+        made, told = self._made, self._told
+        steps: list[Callable[[], Any]] = [
+            functools.partial(operator.setitem, told, _ALL, made),
+            self._unpin,
+            functools.partial(operator.setitem, made, _ALL, self._none),
+        ]
+        if self._idle is not None:
+            steps.append(functools.partial(self._idle.append, self))
+        return Lease(steps)
+
     def _reason(self) -> Reason:
         fault = _abi.Fault.from_buffer(self._words.obj)
         return Reason(fault.reason)
 
 
+class Lease:
+    """Pins that have no block: whoever is left with this drops it, and they end."""
+
+    __slots__ = ("_end",)
+
+    def __init__(self, steps: list[Callable[[], Any]]) -> None:
+        # One after the other, in C.
+        self._end = functools.partial(collections.deque(maxlen=0).extend, map(_CALL, steps))
+
+
 # As of a handle: no function of Python.
+Lease.__del__ = Lease._end  # type: ignore[attr-defined]
 Hold.__del__ = Hold._end  # type: ignore[attr-defined]
 
 

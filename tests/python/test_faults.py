@@ -402,6 +402,14 @@ class Bars(Case):
             with self.assertRaisesRegex(ValueError, "of the block"), first:
                 raise ValueError("of the block")
             self.assertEqual((pins(), idle), (0, []))
+            # Pins that have no block end with what has them, and it serves again.
+            for _ in range(2):
+                first.fault()
+                lease = first.lease()
+                self.assertEqual((pins(), idle), (5, []))
+                del lease
+                self.assertEqual((pins(), idle), (0, [first]))
+                idle.clear()
             # What is taken back by force is an error at the end, once.
             first.fault()
             bar.end_of_run(release_pins=True)

@@ -180,6 +180,11 @@ class Handlers(Case):
             def held_and_dropped():
                 Hold(device, twice, 0).fault()
 
+            def held_and_lent():
+                hold = idle.pop() if idle else Hold(device, twice, 0, idle)
+                if hold.fault() is None:
+                    hold.lease()
+
             def held_and_failed():
                 hold = Hold(device, twice, 0)
                 hold.fault()
@@ -200,7 +205,7 @@ class Handlers(Case):
                 self.assertEqual([page.pin_count for page in pages], [0] * len(pages), number)
 
             calls = [faulted, of_a_model, closed, refilled, many, many_closed, many_taken]
-            calls += [held, held_and_dropped, held_and_failed]
+            calls += [held, held_and_dropped, held_and_lent, held_and_failed]
             for call in [*calls, many_kept, interface]:
                 with self.subTest(call.__name__):
                     self.check_everywhere(call, check)

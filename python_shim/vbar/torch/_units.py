@@ -13,7 +13,7 @@ import time
 from typing import TYPE_CHECKING, Any, Callable, Iterator
 
 from .._guard import Offloaded, Refill
-from .._hold import Hold
+from .._hold import Hold, Lease
 from .._many import Ranges
 from .._unshared import Unshared
 from .._values import Reason
@@ -92,11 +92,11 @@ class Pinner:
             WeightOffloaded: they do not fit, and nothing is pinned.
         """
         if not self._filled:
-            return self._held() if self._ranges else None
+            return self._held().lease() if self._ranges else None
         self.streaming.open_device()
-        owners: list[Guard | Hold] = [self._filled_guard(entry) for entry in self._filled]
+        owners: list[Guard | Lease] = [self._filled_guard(entry) for entry in self._filled]
         if self._ranges:
-            owners.append(self._held())
+            owners.append(self._held().lease())
         return owners
 
     def _held(self) -> Hold:
