@@ -418,10 +418,10 @@ class Streams(Case):
         with mock.patch.object(torch._guards.TracingContext, "try_get", object):
             self.assertEqual(weight.untyped_storage().address, weight.data_ptr())
         self.refused("hand out", weight.untyped_storage)
-        with torch.compiler.said(torch.compiler._exporting):
-            self.refused("not exported", weight.untyped_storage)
-            with self.traced():
-                self.refused("not exported", module, self.indexes)
+        with mock.patch.object(torch.compiler, "_is_exporting_flag", True), self.traced():
+            self.refused("not exported", module, self.indexes)
+        exporting = {"__name__": "torch.export._trace", "weight": weight}
+        self.refused("not exported", eval, "weight.untyped_storage()", exporting)
 
     def test_scenario_56_the_operations_are_what_the_compiler_wants_to_know(self):
         self.stream(self.built(), stack_tensors())

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import sys
 from typing import TYPE_CHECKING, Any, Iterator, NoReturn
 
 from .._errors import Error
@@ -183,8 +184,6 @@ def _outside(torch: Any, func: Any, args: Any, kwargs: Any) -> Any:
         return func(*plain_args, **plain_kwargs)
     if name == "untyped_storage" and _is_described(torch):
         return func(*plain_args, **plain_kwargs)
-    if torch.compiler.is_exporting():
-        raise StreamError(NO_EXPORT)
     _refuse_outlets(name, attribute, args, kwargs, entries)
     entries[0].streaming.refuse_gradients(plain_args, plain_kwargs)
     with entries[0].streaming.pinned(entries):
@@ -195,6 +194,8 @@ def _outside(torch: Any, func: Any, args: Any, kwargs: Any) -> Any:
 def _refuse_outlets(name: str, attribute: str, args: Any, kwargs: Any, entries: Any) -> None:
     called = entries[0].name
     if name in _ESCAPES or attribute == "__cuda_array_interface__":
+        if _is_exported():
+            raise StreamError(NO_EXPORT)
         raise StreamError(
             f"{name} would hand out the memory of {called}, which is streamed and not always "
             "there: take a copy, by clone() or cpu()"
@@ -205,6 +206,16 @@ def _refuse_outlets(name: str, attribute: str, args: Any, kwargs: Any, entries: 
             f"{name} would write {called}, whose bytes are a file's and are read again after an "
             "eviction: change it by patch=, or call vbar.torch.unstream(module) first"
         )
+
+
+def _is_exported() -> bool:
+    """Whether it is torch.export that asks: it says so nowhere but in the stack."""
+    frame = sys._getframe()
+    while frame is not None:
+        if frame.f_globals.get("__name__", "").startswith(("torch.export", "torch._export")):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _writes(name: str) -> bool:

@@ -207,13 +207,14 @@ class Unit(Unshared):
         is_grad_enabled = torch.is_grad_enabled
         refuse_gradients = self._streaming.refuse_gradients
         begin, returned, end = self._lender(torch)
-        is_traced, is_exporting = torch.compiler.is_dynamo_compiling, torch.compiler.is_exporting
+        is_traced, compiler = torch.compiler.is_dynamo_compiling, torch.compiler
 
         # Without the attributes: by those the compiler would find what it wraps instead of this.
         @functools.wraps(forward, updated=())
         def streamed_forward(*args: Any, **kwargs: Any) -> Any:
             if is_traced():
-                if is_exporting():
+                # Not what `is_exporting` says, which the compiler always takes for true.
+                if getattr(compiler, "_is_exporting_flag", False):
                     raise StreamError(NO_EXPORT)
                 refuse_gradients(args, kwargs)
                 # A graph that breaks within a block like this one is given up, back to before it:

@@ -5,20 +5,16 @@ is run instead, operations and all.
 import contextlib
 
 _tracing = [False]
-_exporting = [False]
+_is_exporting_flag = False
 
 
 def is_dynamo_compiling():
     return _tracing[-1]
 
 
-def is_exporting():
-    return _exporting[-1]
-
-
 @contextlib.contextmanager
 def said(state):
-    """For tests: a block in which one of the above says so."""
+    """For tests: a block in which the above says so."""
     state.append(True)
     try:
         yield
