@@ -162,9 +162,10 @@ def _traced(torch: Any, in_a_graph: Any, func: Any, args: Any, kwargs: Any) -> A
     return in_a_graph(func, args, kwargs)
 
 
-def _is_described(torch: Any) -> bool:
+def _is_described() -> bool:
     """Whether the compiler asks of which shape and kind a tensor is; it reads no bytes."""
-    return torch._guards.TracingContext.try_get() is not None
+    guards = sys.modules.get("torch._guards")
+    return guards is not None and guards.TracingContext.try_get() is not None
 
 
 def _outside(torch: Any, func: Any, args: Any, kwargs: Any) -> Any:
@@ -182,7 +183,7 @@ def _outside(torch: Any, func: Any, args: Any, kwargs: Any) -> Any:
     plain_args, plain_kwargs = _plain((args, kwargs))
     if name in _QUESTIONS or (name == "__get__" and attribute in _METADATA):
         return func(*plain_args, **plain_kwargs)
-    if name == "untyped_storage" and _is_described(torch):
+    if name == "untyped_storage" and _is_described():
         return func(*plain_args, **plain_kwargs)
     _refuse_outlets(name, attribute, args, kwargs, entries)
     entries[0].streaming.refuse_gradients(plain_args, plain_kwargs)

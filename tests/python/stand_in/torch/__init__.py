@@ -75,6 +75,7 @@ _dense.Tensor = Tensor
 
 from . import (  # noqa: E402,F401
     _C,
+    _guards,
     accelerator,
     backends,
     compiler,
@@ -88,11 +89,3 @@ from .library import ops  # noqa: E402,F401
 
 class Tag:
     flexible_layout, cudagraph_unsafe = "flexible_layout", "cudagraph_unsafe"
-
-
-
-class _guards:
-    class TracingContext:
-        @staticmethod
-        def try_get():
-            return None
