@@ -361,7 +361,8 @@ class Streams(Case):
 
     def test_scenario_56_patches_offloading_and_graphs_of_before(self):
         tensors, module = stack_tensors(), self.built()
-        streaming = self.stream(module, tensors, patch={"block1.scale": lambda given: given.add_(1)})
+        patch = {"block1.scale": lambda given: given.add_(1)}
+        streaming = self.stream(module, tensors, patch=patch)
         wanted = module(self.indexes).tolist()
         for _ in range(2):
             self.evict()
@@ -418,10 +419,24 @@ class Streams(Case):
         with mock.patch.object(torch._guards.TracingContext, "try_get", object):
             self.assertEqual(weight.untyped_storage().address, weight.data_ptr())
         self.refused("hand out", weight.untyped_storage)
-        with mock.patch.object(torch.compiler, "_is_exporting_flag", True), self.traced():
-            self.refused("not exported", module, self.indexes)
+        with mock.patch.object(torch.compiler, "_is_exporting_flag", True):
+            described = torch.library.defined["fault_1"]["fake"]
+            self.refused("not exported", described, None, None, [torch.empty((1,))])
         exporting = {"__name__": "torch.export._trace", "weight": weight}
         self.refused("not exported", eval, "weight.untyped_storage()", exporting)
+
+    def test_scenario_56_graphs_of_other_versions_break_at_the_forwards(self):
+        module = self.built()
+        with mock.patch.object(torch, "__version__", "2.12.0+cu130"):
+            streaming = self.stream(module, stack_tensors())
+        forward = module.block0.__dict__["forward"]
+        self.assertTrue(forward._torchdynamo_disable)
+        self.assertFalse(forward.disabled_recursive)
+        self.check_same(module, stack_tensors())
+        self.check_no_pins(streaming)
+        vbar.torch.unstream(module)
+        self.stream(module, stack_tensors())
+        self.assertFalse(hasattr(module.block0.__dict__["forward"], "_torchdynamo_disable"))
 
     def test_scenario_56_the_operations_are_what_the_compiler_wants_to_know(self):
         self.stream(self.built(), stack_tensors())

@@ -20,15 +20,24 @@ import itertools
 import weakref
 from typing import TYPE_CHECKING, Any, Callable
 
-from ._parameters import StreamError
+from ._parameters import NO_EXPORT, StreamError
 
 if TYPE_CHECKING:
     from ._entries import Entry
     from ._stream import Streaming
 
+#: Versions of PyTorch whose compiler was seen to leave what it is lent alone. With any other one
+#: graphs break at the forwards, which are run as without a compiler.
+_SEEN = ((2, 11),)
+
 #: By the number in a loan's key; which graphs hand on, and find nothing when it was unstreamed.
 _loans: weakref.WeakValueDictionary[int, Loan] = weakref.WeakValueDictionary()
 _numbers = itertools.count(1)
+
+
+def may_lend(torch: Any) -> bool:
+    """Whether graphs of this PyTorch are lent weights."""
+    return tuple(map(int, str(torch.__version__).split(".")[:2])) in _SEEN
 
 
 class Loan:
@@ -85,6 +94,8 @@ def fault_of(count: int) -> Any:
         return lent[0] if count == 1 else lent
 
     def described(order: Any, key: Any, weights: Any) -> Any:
+        if getattr(torch.compiler, "_is_exporting_flag", False):
+            raise StreamError(NO_EXPORT)
         made = tuple(map(torch.empty_like, weights))
         return made[0] if count == 1 else made
 

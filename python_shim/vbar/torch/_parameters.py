@@ -52,13 +52,14 @@ def guarded_types() -> tuple[Any, Any]:
     """The subclasses of ``torch.nn.Parameter`` and of ``torch.Tensor``; made once, with torch."""
     import torch
 
-    from ._compiled import one_operation
+    from ._compiled import may_lend, one_operation
 
     kinds: list[Any] = []
-    is_traced, in_a_graph = torch.compiler.is_dynamo_compiling, one_operation(torch, kinds)
+    lends, is_traced = may_lend(torch), torch.compiler.is_dynamo_compiling
+    in_a_graph = one_operation(torch, kinds) if lends else None
 
     def ask(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if is_traced():
+        if lends and is_traced():
             return _traced(torch, in_a_graph, func, args, kwargs or {})
         return _outside(torch, func, args, kwargs or {})
 

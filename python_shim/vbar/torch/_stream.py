@@ -15,7 +15,7 @@ from .._sizes import Size
 from .._streams import handle_of
 from .._unshared import Unshared
 from . import _install
-from ._compiled import Loan
+from ._compiled import Loan, may_lend
 from ._entries import Entry, Patch, Slot, match, patches_by_entry
 from ._parameters import StreamError
 from ._units import ATTRIBUTE, WeightOffloaded, Pinner, Unit
@@ -80,10 +80,11 @@ def stream(
         **options: as for :class:`vbar.Device` when it is opened here; with ``host_mapped=True``
             what cannot be resident is read over the link instead of :class:`WeightOffloaded`.
 
-    ``torch.compile`` makes one graph of it, also with ``fullgraph=True``, before or after this was
-    called: faults are operations of the graph, and the weights that they lend it are pinned until
-    the last kernel that reads them was enqueued, or the graph ends by an exception. An exception
-    that somebody keeps may keep them, by its traceback. ``torch.export`` is refused.
+    ``torch.compile`` of PyTorch 2.11 makes one graph of it, also with ``fullgraph=True``, before or
+    after this was called: faults are operations of the graph, and the weights that they lend it are
+    pinned until the last kernel that reads them was enqueued, or the graph ends by an exception. An
+    exception that somebody keeps may keep them, by its traceback. With another PyTorch graphs break
+    at the forwards. ``torch.export`` fails.
 
     Raises:
         StreamError: shapes or types differ, a tensor is on ``meta`` and not in the file, or the
@@ -369,7 +370,8 @@ class Streaming(Unshared):
                 self._trainable.append(value)
         self._moved = []
         for entry in self._entries:
-            entry.loan = Loan(self._torch, self, [entry], Pinner(self, [entry]).owned)
+            if may_lend(self._torch):
+                entry.loan = Loan(self._torch, self, [entry], Pinner(self, [entry]).owned)
             entry.put(entry.guarded)
             # Its memory goes, if it had any.
             entry.before = None

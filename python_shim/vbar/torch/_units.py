@@ -19,7 +19,7 @@ from .._unshared import Unshared
 from .._values import Reason
 from . import _compiled
 from ._entries import Entry, Slot
-from ._parameters import NO_EXPORT, StreamError
+from ._parameters import StreamError
 
 if TYPE_CHECKING:
     from .._guard import Guard
@@ -206,16 +206,14 @@ class Unit(Unshared):
         pinned, swaps = self._pinner.pinned, [place.swap() for place in self._places]
         is_grad_enabled = torch.is_grad_enabled
         refuse_gradients = self._streaming.refuse_gradients
-        begin, returned, end = self._lender(torch)
-        is_traced, compiler = torch.compiler.is_dynamo_compiling, torch.compiler
+        is_traced = torch.compiler.is_dynamo_compiling
+        may_lend = _compiled.may_lend(torch)
+        begin, returned, end = self._lender(torch) if may_lend else (None, None, None)
 
         # Without the attributes: by those the compiler would find what it wraps instead of this.
         @functools.wraps(forward, updated=())
         def streamed_forward(*args: Any, **kwargs: Any) -> Any:
             if is_traced():
-                # Not what `is_exporting` says, which the compiler always takes for true.
-                if getattr(compiler, "_is_exporting_flag", False):
-                    raise StreamError(NO_EXPORT)
                 refuse_gradients(args, kwargs)
                 # A graph that breaks within a block like this one is given up, back to before it:
                 # then all of this is run as it is below, and what it calls is compiled.
@@ -239,7 +237,10 @@ class Unit(Unshared):
                     for values, _, guarded in swaps:
                         values.update(guarded)
 
-        return streamed_forward
+        if may_lend:
+            return streamed_forward
+        # Of the compiler's graphs this is no part; what is called from here is compiled.
+        return torch.compiler.disable(streamed_forward, recursive=False)
 
     def _lender(self, torch: Any) -> Any:
         self._loan = _compiled.Loan(torch, self._streaming, self._entries, self._pinner.owned)

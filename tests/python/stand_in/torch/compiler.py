@@ -20,3 +20,9 @@ def said(state):
         yield
     finally:
         state.pop()
+
+
+def disable(function, recursive=True):
+    function._torchdynamo_disable = True
+    function.disabled_recursive = recursive
+    return function
