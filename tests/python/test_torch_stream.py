@@ -445,11 +445,13 @@ class Streams(Case):
         self.assertEqual(defined["fault_2"]["schema"], two)
         self.assertTrue(defined["fault_1"]["schema"].endswith("-> Tensor"))
         self.assertIn("cudagraph_unsafe", defined["fault_2"]["tags"])
-        self.assertEqual(defined["used"]["schema"], "Tensor(a!) order, Tensor[] results, Tensor[] weights) -> ()")
+        used = "Tensor(a!) order, Tensor[] results, Tensor[] weights) -> ()"
+        self.assertEqual(defined["used"]["schema"], used)
         given = [torch.empty((2, 3)), torch.empty((4,), dtype=torch.int64, device="cuda")]
         made = defined["fault_2"]["fake"](None, None, given)
-        self.assertEqual([(each.shape, each.dtype, each.device.type) for each in made],
-                         [((2, 3), torch.float32, "cpu"), ((4,), torch.int64, "cuda")])
+        found = [(each.shape, each.dtype, each.device.type) for each in made]
+        wanted = [((2, 3), torch.float32, "cpu"), ((4,), torch.int64, "cuda")]
+        self.assertEqual(found, wanted)
 
     def test_questions_need_no_memory(self):
         module = self.built()
