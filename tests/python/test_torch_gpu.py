@@ -12,13 +12,13 @@ all of 1 to 18 are here. VBAR_TEST_OPS=all compares every operator instead of a 
 import json
 import os
 import pathlib
-import subprocess
 import sys
 import tempfile
 import textwrap
 import unittest
 
 import torch
+from support import run
 
 START = """
     import ctypes, gc, os, random, sys, threading, warnings
@@ -51,20 +51,6 @@ START = """
 INSTALLED = textwrap.dedent(START) + textwrap.dedent("""
     vbar.torch.install(headroom="1G")
 """)
-
-
-def run(program, *arguments, seconds=200, **environment):
-    """Runs a program; how it ended and what it printed, both outputs in their order."""
-    path = os.pathsep.join([str(pathlib.Path(__file__).parent), *sys.path])
-    done = subprocess.run(
-        [sys.executable, "-X", "faulthandler", "-c", program, *map(str, arguments)],
-        env={**os.environ, "PYTHONPATH": path, **environment},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=seconds,
-    )
-    return done.returncode, done.stdout
 
 
 class Case(unittest.TestCase):

@@ -8,15 +8,13 @@ Each test is a process of its own, twice: with PyTorch's own allocator and with 
 printed is shown when it fails.
 """
 
-import os
-import pathlib
-import subprocess
 import sys
 import tempfile
 import textwrap
 import unittest
 
 import torch
+from support import run
 
 START = """
     import copy, ctypes, gc, io, json, os, signal, struct, sys, threading, time, warnings
@@ -24,6 +22,7 @@ START = """
     from torch import nn
     import torch.nn.functional as F
     import vbar, vbar.torch
+    from support import write_tensors
     from vbar.torch import StreamError
 
     MIB = 1 << 20
@@ -31,8 +30,6 @@ START = """
     if installed:
         vbar.torch.install(headroom="1G", page_size="2M")
     OPTIONS = {} if installed else {"page_size": "2M"}
-    NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16",
-             torch.int64: "I64", torch.uint8: "U8", torch.bool: "BOOL"}
 
     def refused(kind, words, call, *arguments, **named):
         try:
@@ -41,21 +38,6 @@ START = """
             assert words in str(error), f"{words!r} is not in: {error}"
             return error
         raise AssertionError(f"nothing was raised with {words!r}")
-
-    def write(path, tensors):
-        header, at = {}, 0
-        for name, tensor in tensors.items():
-            header[name] = {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape),
-                            "data_offsets": [at, at + tensor.nbytes]}
-            at += tensor.nbytes
-        text = json.dumps(header).encode()
-        text += b" " * (-len(text) % 8)
-        with open(path, "wb") as file:
-            file.write(struct.pack("<Q", len(text)) + text)
-            for tensor in tensors.values():
-                flat = tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8)
-                file.write(bytes((ctypes.c_char * flat.numel()).from_address(flat.data_ptr())))
-        return path
 
     class Layer(nn.Module):
         def __init__(self, width):
@@ -94,7 +76,7 @@ START = """
         module = Decoder(**more).to("cuda", dtype).eval()
         state = module.state_dict()
         del state["head.weight"]
-        path = write(os.path.join(folder, "model.safetensors"), state)
+        path = write_tensors(os.path.join(folder, "model.safetensors"), state)
         return module, path, sum(each.nbytes for each in state.values())
 
     def empty(dtype=torch.bfloat16, **more):
@@ -123,20 +105,6 @@ START = """
     torch.manual_seed(1)
     WORDS = torch.randint(0, 2048, (2, 64), device="cuda")
 """
-
-
-def run(program, *arguments, seconds=200, **environment):
-    """Runs a program; how it ended and what it printed, both outputs in their order."""
-    path = os.pathsep.join([str(pathlib.Path(__file__).parent), *sys.path])
-    done = subprocess.run(
-        [sys.executable, "-X", "faulthandler", "-c", program, *map(str, arguments)],
-        env={**os.environ, "PYTHONPATH": path, **environment},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=seconds,
-    )
-    return done.returncode, done.stdout
 
 
 class Case(unittest.TestCase):
