@@ -275,6 +275,28 @@ class Stream(Case):
             assert pins(streaming) == 0
         """)
 
+    def test_scenario_43_a_patch_that_fails_is_no_fill(self):
+        self.check("""
+            plain, path, nbytes = made()
+            fail = [True]
+            def lora(weight):
+                weight.add_(0.01)
+                if fail[0]:
+                    raise ValueError("in the middle")
+                weight.add_(0.01)
+            module = empty()
+            streaming = vbar.torch.stream(module, path, part_of(nbytes, 2),
+                                          patch={"layers.3.up.weight": lora}, **OPTIONS)
+            with torch.no_grad():
+                for turn in range(3):
+                    refused(ValueError, "in the middle", module, WORDS)
+                    assert pins(streaming) == 0
+                fail[0] = False
+                plain.layers[3].up.weight.add_(0.01).add_(0.01)
+                for turn in range(3):
+                    same(module(WORDS), plain(WORDS), f"pass {turn}")
+        """)
+
     def test_casts_when_it_is_filled(self):
         self.check("""
             plain, path, nbytes = made(torch.float32)
