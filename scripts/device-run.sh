@@ -5,8 +5,8 @@
 #
 #   MODEL_BYTES=16G BUDGET=8G MODEL=/tmp/vbar-model.safetensors ./device-run.sh [PART...]
 #
-# The parts are suite, programs, python, torch, examples, bench, stream and model; without a name, all
-# of them. One more has to be named, since it needs two GPUs and fails with fewer: distributed.
+# The parts are suite, programs, python, torch, examples, bench, stream and model; without a name,
+# all of them. One more has to be named, since it needs two GPUs and fails with fewer: distributed.
 set -uo pipefail
 cd "$(dirname "$0")"
 model_bytes=${MODEL_BYTES:-16G}
@@ -87,6 +87,7 @@ python() {
 torch() {
     step 560 python3 -u tests/python/test_torch_gpu.py
     step 560 python3 -u tests/python/test_torch_stream_gpu.py
+    step 300 python3 -u tests/python/test_torch_memory_gpu.py
 }
 
 # Models of gigabytes in half of their bytes; what they print is compared with ordinary modules.

@@ -23,7 +23,7 @@ cd "$folder"
 python=$folder/new/bin/python
 "$beside" -m pip --python "$python" install --quiet --no-index --no-deps "$wheel"
 # The interpreter may be one of an environment itself, which the new one would not see.
-"$beside" -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+"$beside" -c 'import sysconfig as s; print(*map(s.get_path, ("purelib", "platlib")), sep="\n")' \
     >"$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/beside.pth"
 
 "$python" - "$folder/new" <<'END'

@@ -384,6 +384,109 @@ class Stream(Case):
         """)
 
 
+DECODER = """
+    import transformers
+
+    def decoder_of(kind, **more):
+        return transformers.AutoModelForCausalLM.from_config(kind(
+            vocab_size=2048, hidden_size=512, intermediate_size=1408, num_hidden_layers=4,
+            num_attention_heads=8, num_key_value_heads=2, **more), dtype=torch.bfloat16).eval()
+
+    def streamed_beside(make, part=2):
+        # An ordinary one on the GPU, one that is streamed from its file, and its streaming.
+        torch.manual_seed(7)
+        plain = make().to("cuda")
+        state = dict(plain.named_parameters())
+        name = f"{len(os.listdir(folder))}.safetensors"
+        path = write_tensors(os.path.join(folder, name), state)
+        with vbar.torch.empty_model():
+            module = make()
+        budget = part_of(sum(each.nbytes for each in state.values()), part)
+        return plain, module, vbar.torch.stream(module, path, budget, **OPTIONS)
+"""
+
+
+class Transformers(Case):
+    """Of the library transformers, whose models look at their weights in ways of their own."""
+
+    def check_decoder(self, program, **more):
+        self.check(textwrap.dedent(DECODER) + textwrap.dedent(program), **more)
+
+    def test_a_decoder_generates(self):
+        self.check_decoder("""
+            for more in ({"tie_word_embeddings": True}, {"attn_implementation": "eager"}):
+                make = lambda: decoder_of(transformers.Qwen2Config, **more)
+                plain, module, streaming = streamed_beside(make)
+                assert module.dtype == torch.bfloat16 and module.device == torch.device("cuda", 0)
+                assert module.num_parameters() == plain.num_parameters()
+                tied = module.get_output_embeddings().weight is module.get_input_embeddings().weight
+                assert tied == more.get("tie_word_embeddings", False)
+                name = "model.layers.1.mlp.up_proj.weight"
+                same(module.get_parameter(name), plain.get_parameter(name))
+                print("kept", streaming.kept, module.generation_config)
+                prompt = WORDS[:, :16]
+                options = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": 12,
+                           "do_sample": False}
+                for given in ({}, {"num_beams": 3}, {"do_sample": True, "top_k": 20},
+                              {"use_cache": False}, {"output_hidden_states": True},
+                              {"cache_implementation": "static", "disable_compile": True}):
+                    streaming.device.free_memory()
+                    found = []
+                    for each in (plain, module):
+                        torch.manual_seed(5)
+                        found.append(each.generate(prompt, **{**options, **given}))
+                    same(found[1], found[0], given)
+                assert pins(streaming) == 0
+        """)
+
+    def test_a_decoder_generates_compiled(self):
+        # A static cache is compiled without being asked for, with CUDA graphs.
+        self.check_decoder("""
+            make = lambda: decoder_of(transformers.Qwen2Config, tie_word_embeddings=True)
+            plain, module, streaming = streamed_beside(make)
+            prompt = WORDS[:, :16]
+            options = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": 12,
+                       "do_sample": False, "cache_implementation": "static"}
+            began = time.perf_counter()
+            found = module.generate(prompt, **options)
+            print(f"{time.perf_counter() - began:.1f} s")
+            wanted = plain.generate(prompt, disable_compile=True, **options)
+            # Compiled arithmetic is another one, by a bit: most of the tokens agree.
+            agree = float((found == wanted).float().mean())
+            print("agree", agree)
+            assert agree > 0.6
+            same(module.generate(prompt, **options), found, "a second time")
+            assert pins(streaming) == 0
+        """)
+
+    def test_encoders_and_experts(self):
+        self.check_decoder("""
+            words = WORDS[:, :40]
+            def make():
+                return kind._from_config(config, dtype=torch.bfloat16).eval()
+            kind, config = transformers.T5EncoderModel, transformers.T5Config(
+                vocab_size=2048, d_model=256, d_kv=32, d_ff=768, num_layers=3, num_heads=8,
+                feed_forward_proj="gated-gelu")
+            plain, module, streaming = streamed_beside(make)
+            with torch.no_grad():
+                same(module(words).last_hidden_state, plain(words).last_hidden_state, "T5")
+            vbar.torch.unstream(module)
+            kind, config = transformers.CLIPTextModel, transformers.CLIPTextConfig(
+                vocab_size=2048, hidden_size=256, intermediate_size=768, num_hidden_layers=3,
+                num_attention_heads=8)
+            plain, module, streaming = streamed_beside(make)
+            with torch.no_grad():
+                same(module(words).last_hidden_state, plain(words).last_hidden_state, "CLIP")
+            vbar.torch.unstream(module)
+            make = lambda: decoder_of(transformers.MixtralConfig, num_local_experts=4)
+            # All experts of a layer are one parameter.
+            plain, module, streaming = streamed_beside(make, 1)
+            with torch.no_grad():
+                torch.testing.assert_close(module(words).logits, plain(words).logits)
+            assert pins(streaming) == 0
+        """)
+
+
 if __name__ == "__main__":
     assert torch.cuda.is_available(), "there is no GPU for torch"
     print(sys.version, torch.__version__, flush=True)
