@@ -115,10 +115,11 @@ class Case(unittest.TestCase):
         for allocator in ("native", "installed") if both else ("native",):
             with self.subTest(allocator=allocator), tempfile.TemporaryDirectory() as folder:
                 code, printed = run(whole, folder, allocator)
+                # At once: a later test may take more time than there is.
+                print(printed, flush=True)
                 self.assertEqual(code, 0, f"the program ended with {code}:\n{printed}")
                 self.assertIn("the end was reached", printed)
                 self.assertNotIn("a bug of vbar", printed)
-                print(printed)
 
 
 class Stream(Case):
