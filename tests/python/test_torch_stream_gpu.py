@@ -403,6 +403,8 @@ DECODER = """
         with vbar.torch.empty_model():
             module = make()
         budget = part_of(sum(each.nbytes for each in state.values()), part)
+        # Of a small one all that is pinned at a time has to find its pages, too.
+        budget = budget if installed else max(budget, 16 * MIB)
         return plain, module, vbar.torch.stream(module, path, budget, **OPTIONS)
 """
 
@@ -423,7 +425,8 @@ class Transformers(Case):
                 tied = module.get_output_embeddings().weight is module.get_input_embeddings().weight
                 assert tied == more.get("tie_word_embeddings", False)
                 name = "model.layers.1.mlp.up_proj.weight"
-                same(module.get_parameter(name), plain.get_parameter(name))
+                with torch.no_grad():
+                    same(module.get_parameter(name), plain.get_parameter(name))
                 print("kept", streaming.kept, module.generation_config)
                 prompt = WORDS[:, :16]
                 options = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": 12,
