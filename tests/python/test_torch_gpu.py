@@ -674,13 +674,16 @@ OPERATORS = """
         if isinstance(value, (list, tuple)): return [t for one in value for t in tensors(one)]
         return []
 
+    # Their results are whatever was in the memory before.
+    UNWRITTEN = ("empty", "new_empty")
+
     def poison(shape):
         # What was freed on this stream is overwritten before it is used again.
         torch.full((max(shape.numel(), 1),), float("nan"), device="cuda")
 
     results, skipped = {}, {}
     for index, op in enumerate(op_db):
-        if index % parts != part: continue
+        if index % parts != part or op.name.startswith(UNWRITTEN): continue
         name = f"{op.name}.{op.variant_test_name}"
         try:
             torch.manual_seed(7)
@@ -720,13 +723,16 @@ class Operators(Case):
     PARTS = 16
 
     def test_16_operators_compute_what_they_do_with_pytorchs_own(self):
-        chosen = range(self.PARTS) if os.environ.get("VBAR_TEST_OPS") == "all" else [3]
+        named = os.environ.get("VBAR_TEST_OPS", "3")
+        chosen = range(self.PARTS) if named == "all" else map(int, named.split(","))
         for part in chosen:
             with self.subTest(part=part), tempfile.TemporaryDirectory() as folder:
                 paths = [pathlib.Path(folder) / name for name in ("native", "again", "ours")]
                 starts = [START, START, INSTALLED]
+                # Some samples are in the order of a set of strings.
+                more = {"seconds": 500, "PYTHONHASHSEED": "0"}
                 for path, start in zip(paths, starts):
-                    print(self.check(OPERATORS, path, part, self.PARTS, start=start, seconds=500))
+                    print(self.check(OPERATORS, path, part, self.PARTS, start=start, **more))
                 self.compare(*(torch.load(path) for path in paths))
 
     def compare(self, native, again, ours):
@@ -736,28 +742,28 @@ class Operators(Case):
             if name not in ours[0]:
                 wrong.append(f"{name}: failed, {ours[1].get(name)}")
                 continue
-            if not alike(wanted, again[0].get(name, [])):
+            if difference(wanted, again[0].get(name, [])):
                 unlike.append(name)
-            elif not alike(wanted, ours[0][name]):
-                wrong.append(f"{name}: another result")
+            elif told := difference(wanted, ours[0][name]):
+                wrong.append(f"{name}: {told}")
         print("skipped in both:", sorted(set(native[1]) & set(ours[1])))
         print("not the same twice:", unlike)
         self.assertFalse(wrong, "\n".join(wrong))
         self.assertGreater(len(native[0]), 20)
 
 
-def alike(wanted, found):
-    """Whether two lists of tensors are the same within the tolerance of their type."""
+def difference(wanted, found):
+    """Where two lists of tensors differ beyond the tolerance of their type; empty if nowhere."""
     if len(wanted) != len(found):
-        return False
-    for one, other in zip(wanted, found):
+        return f"{len(found)} tensors, {len(wanted)} wanted"
+    for at, (one, other) in enumerate(zip(wanted, found)):
         if one is None or other is None:
             continue
         try:
             torch.testing.assert_close(other, one, equal_nan=True)
-        except AssertionError:
-            return False
-    return True
+        except AssertionError as error:
+            return f"tensor {at} of {len(wanted)}, {error}\n{other}\nwanted\n{one}"
+    return ""
 
 
 class Speed(Case):
