@@ -132,8 +132,8 @@ def run(options, path):
     told = device.statistics()
     print(
         f"budget {told.budget_bytes / GB:.2f} GB: first token after {first.first() * 1e3:.0f} ms, "
-        f"the second time {clock.first() * 1e3:.0f} ms, then {options.batch / seconds:.1f} tokens/s, "
-        f"{seconds * 1e3:.1f} ms each"
+        f"the second time {clock.first() * 1e3:.0f} ms, then {options.batch / seconds:.1f} "
+        f"tokens/s, {seconds * 1e3:.1f} ms each"
     )
     print(
         f"streamed {streamed / GB:.2f} GB a token, for which a link of {link / GB:.1f} GB/s needs "
