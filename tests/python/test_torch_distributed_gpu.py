@@ -108,6 +108,11 @@ print("the end was reached", flush=True)
 """
 
 
+def setUpModule():
+    count = torch.cuda.device_count()
+    assert count >= 2, f"two GPUs are needed, torch sees {count}"
+
+
 class Case(unittest.TestCase):
     def ended_well(self, code, printed):
         print(printed)
@@ -478,7 +483,5 @@ class Devices(Case):
 
 
 if __name__ == "__main__":
-    count = torch.cuda.device_count()
-    assert count >= 2, f"two GPUs are needed, torch sees {count}"
     print(sys.version, torch.__version__, flush=True)
     unittest.main(verbosity=2)
