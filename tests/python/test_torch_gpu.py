@@ -6,8 +6,8 @@ Fails where there is no GPU or no torch: it is run on purpose, on a machine that
 
 Each test is a process of its own, since an allocator is for ever; what it printed is shown when it
 fails. Numbers in brackets are those of the list of tests that an allocator of PyTorch's has to pass:
-all of 1 to 18 but 15, which needs two GPUs and is in test_torch_distributed_gpu.py. VBAR_TEST_OPS=all
-compares every operator instead of a part of them.
+all of 1 to 18 are here but 15, which needs two GPUs: test_torch_distributed_gpu.py has it.
+VBAR_TEST_OPS=all compares every operator instead of a part of them.
 """
 
 import json
