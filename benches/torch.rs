@@ -8,14 +8,14 @@
 //! The same pairs go through the C ABI of the library as a shared object, as PyTorch calls it:
 //! `VBAR_BENCH_LIBRARY` names it, else it is sought beside the program. Last, traces are replayed
 //! on a simulated device, and how much of what the allocator held was asked for is told: two that
-//! are made here, and that of a file which `VBAR_BENCH_TRACE` names. `VBAR_BENCH_ONLY=traces` does
-//! nothing else.
+//! are made here, two that `torch_replay.py` recorded on a GPU, and that of a file which
+//! `VBAR_BENCH_TRACE` names. `VBAR_BENCH_ONLY=traces` does nothing else.
 #![expect(unsafe_code, reason = "calls the C ABI as PyTorch does")]
 
 use std::collections::HashMap;
 use std::ffi::{CString, c_void};
 use std::hint::black_box;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::{Arc, Barrier};
 use std::time::Instant;
 
@@ -54,9 +54,13 @@ fn traces() -> Outcome<()> {
         ("training".to_owned(), trace::training(7)),
         ("sampling".to_owned(), trace::sampling(7)),
     ];
-    if let Ok(path) = std::env::var("VBAR_BENCH_TRACE") {
-        let events = trace::parse(&std::fs::read_to_string(&path)?)?;
-        all.push((path, events));
+    let recorded = Path::new(env!("CARGO_MANIFEST_DIR")).join("benches/torch/traces");
+    let mut paths = ["training.txt.gz", "sampling.txt.gz"].map(|name| recorded.join(name)).to_vec();
+    paths.extend(std::env::var_os("VBAR_BENCH_TRACE").map(PathBuf::from));
+    for path in paths {
+        let events = trace::parse(&trace::read(&path)?)?;
+        let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+        all.push((name, events));
     }
     for (name, events) in all {
         let text: String = events.iter().map(|event| format!("{event}\n")).collect();
@@ -66,12 +70,14 @@ fn traces() -> Outcome<()> {
         for page_bytes in [2 * MIB, 16 * MIB] {
             let free = replayed(&events, page_bytes, None)?.ok_or("no memory for a trace")?;
             println!(
-                "{name}, {} events, pages of {:>2} MiB: {:>6.2} % of {:>6} MiB, {:>5.0} ns each",
+                "{name}, {} events, pages of {:>2} MiB: {:>6.2} % of {:>6} MiB, {:>5.0} ns each, \
+                 {} pages mapped",
                 events.len(),
                 page_bytes / MIB,
                 free.utilisation() * 100.0,
                 free.reserved_peak / MIB,
                 free.nanos_an_event,
+                free.mapped_pages,
             );
             // What is cached is kept while nobody wants it: what is needed shows when all want it.
             for percent in 100..=200 {

@@ -2565,6 +2565,27 @@ VbarStatus vbar_torch_snapshot(int32_t ordinal,
                                size_t block_capacity,
                                size_t *block_count);
 
+/*
+ Writes what PyTorch asks of a device for from now on to the file at `path`, which it replaces,
+ opening the device as an allocation would. Lines `malloc ID BYTES STREAM`, `record ID STREAM`
+ (the block is used on another stream too) and `free ID`, in order; what lives now comes first,
+ streams are numbered as they appear, 0 is the default one. It goes on until
+ `vbar_torch_record_stop`; what a process that ends before has not written is lost. Statuses: IO,
+ INVALID_ARGUMENT also while the device is being recorded, and those of `vbar_device_open`.
+ Thread-safe.
+ `path` is NULL or a C string.
+ */
+VbarStatus vbar_torch_record_start(int32_t ordinal, const char *path);
+
+/*
+ Ends the record of a device, and tells how many events it has: all of them are in the file then.
+ `event_count` may be NULL. Statuses: IO, when the file could not be written to its end;
+ INVALID_ARGUMENT also when the device is not being recorded; those of `vbar_device_open`.
+ Thread-safe.
+ `event_count` is NULL or can be written to.
+ */
+VbarStatus vbar_torch_record_stop(int32_t ordinal, uint64_t *event_count);
+
 #ifdef __cplusplus
 }  // extern "C"
 #endif  // __cplusplus

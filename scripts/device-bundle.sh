@@ -38,11 +38,12 @@ cp "$target/release/libvbar.so" "$bundle/lib/libvbar.so"
 (cd "$bundle" && strip device faults c_abi engine-rust smallest-rust own-weights-rust vbar \
     lib/libvbar.so*)
 
-mkdir -p "$bundle"/{examples,benches,tests/abi}
+mkdir -p "$bundle"/{examples,benches/torch,tests/abi}
 cp benches/*.py "$bundle/benches"
+cp -r benches/torch/traces "$bundle/benches/torch"
 cp -r include python_shim "$bundle"
 cp -r tests/python "$bundle/tests"
-cp examples/*.c examples/*.cpp "$bundle/examples"
+cp examples/*.c examples/*.cpp examples/*.py "$bundle/examples"
 cp tests/abi/*.c tests/abi/*.h "$bundle/tests/abi"
 # What the package's own builds and runs leave beside the sources.
 find "$bundle" -name __pycache__ -prune -exec rm -r {} +

@@ -40,7 +40,8 @@
 //! Locks that guard one lookup (the registry of runtimes, tokens, the filler's place, the thread)
 //! are taken alone; that of the leases of the program's memory, under no other, has the second
 //! under it, and that of the place of PyTorch's allocator the first, once. The allocator's own is
-//! taken alone and held for as long as it takes to find a block. A trace's, under any other, is
+//! taken alone and held for as long as it takes to find a block; that of a record of its requests,
+//! taken alone otherwise, has it under it when the record begins. A trace's, under any other, is
 //! held for as long as it takes to append a record. The hit path takes none. Two more are taken
 //! first of all and only by what PyTorch calls: one while a device of its is opened, one while a
 //! filter of a graph pool is asked, as PyTorch's own allocator does. A wait asks the waiting

@@ -77,6 +77,7 @@ const UNSAFE: &[&str] = &[
     "src/ffi/torch.rs",
     "src/ffi/torch/callable.rs",
     "src/ffi/torch/numbers.rs",
+    "src/ffi/torch/record.rs",
     "src/ffi/torch/throw.rs",
     "src/ffi/value.rs",
     "src/ffi/wait.rs",

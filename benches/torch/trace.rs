@@ -12,6 +12,8 @@
 
 use std::collections::HashMap;
 use std::fmt;
+use std::path::Path;
+use std::process::Command;
 use std::str::FromStr;
 
 use vbar::torch::Allocator;
@@ -62,6 +64,18 @@ pub(crate) fn parse(text: &str) -> Result<Vec<Event>, String> {
     lines.filter(|line| !line.is_empty()).map(str::parse).collect()
 }
 
+/// The text of a file; of one whose name ends in `.gz` what `gzip` makes of it.
+pub(crate) fn read(path: &Path) -> Outcome<String> {
+    if path.extension().is_none_or(|extension| extension != "gz") {
+        return Ok(std::fs::read_to_string(path)?);
+    }
+    let unpacked = Command::new("gzip").arg("-dc").arg(path).output()?;
+    if !unpacked.status.success() {
+        return Err(String::from_utf8_lossy(&unpacked.stderr).into());
+    }
+    Ok(String::from_utf8(unpacked.stdout)?)
+}
+
 /// What a replay came to, in bytes.
 pub(crate) struct Replayed {
     /// Most that was asked for at a time, unrounded.
@@ -69,6 +83,8 @@ pub(crate) struct Replayed {
     /// Most that the allocator held.
     pub(crate) reserved_peak: u64,
     pub(crate) nanos_an_event: f64,
+    /// Times that a page was given memory.
+    pub(crate) mapped_pages: u64,
 }
 
 impl Replayed {
@@ -116,11 +132,13 @@ pub(crate) fn replay(
         }
     }
     let nanos_an_event = started.elapsed().as_nanos() as f64 / events.len().max(1) as f64;
-    let reserved_peak = allocator.statistics().reserved_bytes.all.peak;
+    let statistics = allocator.statistics();
+    let reserved_peak = statistics.reserved_bytes.all.peak;
+    let mapped_pages = statistics.num_device_alloc;
     blocks.into_values().for_each(|(address, _)| {
         allocator.free(address);
     });
-    Ok(Replayed { live_peak, reserved_peak, nanos_an_event })
+    Ok(Replayed { live_peak, reserved_peak, nanos_an_event, mapped_pages })
 }
 
 /// Makes traces: the same of a seed every time.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from ctypes import POINTER, c_double, c_int32, c_size_t, c_uint32, c_uint64, c_void_p
+from ctypes import POINTER, c_char_p, c_double, c_int32, c_size_t, c_uint32, c_uint64, c_void_p
 from typing import Any
 
 from . import _library
@@ -138,6 +138,8 @@ FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
             POINTER(c_size_t),
         ],
     ),
+    "vbar_torch_record_start": (Status, [c_int32, c_char_p]),
+    "vbar_torch_record_stop": (Status, [c_int32, POINTER(c_uint64)]),
 }
 
 _bound: list[ctypes.CDLL] = []

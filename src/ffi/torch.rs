@@ -11,7 +11,7 @@
 //! ```text
 //! table     the devices, opened on first use     throw     exceptions of C++
 //! pools     which graph pool is meant            callable  a std::function that is kept
-//! numbers   statistics and memory for Python
+//! numbers   statistics and memory for Python     record    what is asked for, to a file
 //! ```
 
 #![expect(unsafe_code, reason = "exported symbols must keep their names")]
@@ -19,6 +19,7 @@
 mod callable;
 pub mod numbers;
 mod pools;
+pub mod record;
 mod table;
 mod throw;
 

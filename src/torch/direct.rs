@@ -8,6 +8,7 @@
 use std::collections::HashMap;
 
 use super::heap::ORDINARY;
+use super::record::Living;
 use super::serve::Ask;
 use super::statistics::{Block, BlockState, Kind, Segment};
 use super::{Allocator, Freed};
@@ -25,6 +26,8 @@ struct Held {
     bytes: u64,
     requested: u64,
     place: Place,
+    /// The handle of the stream that it was asked for on.
+    stream: Stream,
     /// Another stream uses it too: nobody knows when it is done, but the device.
     is_shared: bool,
 }
@@ -65,7 +68,7 @@ impl Allocator {
         let Some(bytes) = rounded(ask.requested) else { return Ok(None) };
         let place = Place { pool: ask.pool, stream: ask.slot.stream_id() };
         let requested = ask.requested;
-        let held = Held { bytes, requested, place, is_shared: false };
+        let held = Held { bytes, requested, place, stream: ask.stream, is_shared: false };
         let cached = {
             let mut state = direct.state.lock();
             let cached = state.cached.get_mut(&(place, bytes)).and_then(Vec::pop);
@@ -236,6 +239,16 @@ impl Direct {
         let state = self.state.lock();
         let mut live = state.live.iter().map(|(start, held)| (*start, held.bytes));
         live.find(|(start, bytes)| (*start..start + bytes).contains(&address))
+    }
+
+    /// The blocks that a record begins with.
+    pub(super) fn living(&self) -> Vec<Living> {
+        let state = self.state.lock();
+        let living = state.live.iter().map(|(address, held)| {
+            let (address, requested, stream) = (*address, held.requested, held.stream);
+            Living { address, requested, stream, uses: Vec::new() }
+        });
+        living.collect()
     }
 
     /// Each block is a segment of its own.

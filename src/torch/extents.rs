@@ -1,11 +1,15 @@
-//! Free memory in order of address: first fit, cut at the front, joined with its neighbours.
+//! Free memory: best fit, cut at the front, joined with its neighbours.
 //!
-//! A list of free pieces, none of which touches another, in chunks of at most 64 with the largest
-//! piece of each, so that a search looks at a number a chunk. Each piece carries a *mark*, a number
-//! that grows with the uses of its memory; where pieces are joined the larger mark holds. Numbers
-//! in, numbers out: knows no page, no stream, and no unit.
+//! A list of free pieces in order of address, none of which touches another, in chunks of at most
+//! 64, and where those of a size are (`sizes`). The smallest that is large enough is cut, the
+//! lowest of those: programs ask for the same few sizes again and again, and find again what they
+//! freed.
+//! Each piece carries a *mark*, a number that grows with the uses of its memory; where pieces are
+//! joined the larger mark holds. Numbers in, numbers out: knows no page, no stream, and no unit.
 
 use std::ops::Range;
+
+use super::sizes::Sizes;
 
 /// Pieces of a chunk at most.
 const CHUNK_MAX: usize = 64;
@@ -26,22 +30,15 @@ impl Piece {
 }
 
 struct Chunk {
-    /// Bytes of the largest piece.
-    largest: u64,
     /// At least one, by address.
     pieces: Vec<Piece>,
-}
-
-impl Chunk {
-    fn measure(&mut self) {
-        self.largest = self.pieces.iter().map(|piece| piece.bytes).max().unwrap_or(0);
-    }
 }
 
 /// See the module's text.
 #[derive(Default)]
 pub(super) struct Extents {
     chunks: Vec<Chunk>,
+    sizes: Sizes,
     bytes: u64,
     /// The place of the last chunk that became empty: a list of one piece comes and goes without
     /// the host's allocator.
@@ -105,31 +102,30 @@ impl Extents {
         self.add(before, Piece { start, bytes, mark });
     }
 
-    /// Takes `bytes` from the front of the first piece that has so many. Returns where they start,
-    /// and their mark.
-    pub(super) fn take_first(&mut self, bytes: u64) -> Option<(u64, u64)> {
-        let chunk = self.chunks.iter().position(|chunk| chunk.largest >= bytes)?;
-        let pieces = &self.chunks[chunk].pieces;
-        let piece = pieces.iter().position(|piece| piece.bytes >= bytes)?;
-        let Piece { start, bytes: all, mark } = *self.at((chunk, piece));
+    /// Takes `bytes` from the front of the smallest piece that has so many, the lowest of those.
+    /// Returns where they start, and their mark.
+    pub(super) fn take_best(&mut self, bytes: u64) -> Option<(u64, u64)> {
+        let place = self.first_from(self.sizes.best(bytes)?)?;
+        let Piece { start, bytes: all, mark } = *self.at(place);
         if all == bytes {
-            self.remove((chunk, piece));
+            self.remove(place);
         } else {
-            let rest = Piece { start: start + bytes, bytes: all - bytes, mark };
-            self.set((chunk, piece), rest);
+            self.set(place, Piece { start: start + bytes, bytes: all - bytes, mark });
         }
         self.bytes -= if all == bytes { 0 } else { bytes };
         Some((start, mark))
     }
 
-    /// Takes `bytes` that start at the first multiple of themselves, a power of two, that is free.
-    pub(super) fn take_aligned(&mut self, bytes: u64) -> Option<Piece> {
+    /// Takes the lowest `bytes` that start at a multiple of `alignment`, a power of two.
+    pub(super) fn take_aligned(&mut self, bytes: u64, alignment: u64) -> Option<Piece> {
         let fits = |piece: &Piece| {
-            let start = piece.start.next_multiple_of(bytes);
+            let start = piece.start.next_multiple_of(alignment);
             (start + bytes <= piece.end()).then_some(start)
         };
-        let chunks = self.chunks.iter().filter(|chunk| chunk.largest >= bytes);
-        let start = chunks.flat_map(|chunk| &chunk.pieces).find_map(fits)?;
+        if self.sizes.largest() < bytes {
+            return None;
+        }
+        let start = self.iter().find_map(fits)?;
         self.take_range(start..start + bytes).pop()
     }
 
@@ -165,17 +161,14 @@ impl Extents {
     pub(super) fn take_passed(&mut self, passed: impl Fn(u64) -> bool) -> Vec<Piece> {
         let mut taken = Vec::new();
         for chunk in &mut self.chunks {
-            let before = taken.len();
             chunk.pieces.retain(|piece| {
                 let goes = passed(piece.mark);
                 if goes {
+                    self.sizes.remove(piece.bytes, piece.start);
                     taken.push(*piece);
                 }
                 !goes
             });
-            if taken.len() > before {
-                chunk.measure();
-            }
         }
         self.chunks.retain(|chunk| !chunk.pieces.is_empty());
         self.bytes -= taken.iter().map(|piece| piece.bytes).sum::<u64>();
@@ -231,23 +224,17 @@ impl Extents {
     }
 
     fn set(&mut self, (chunk, piece): Place, value: Piece) {
-        let chunk = &mut self.chunks[chunk];
-        let old = std::mem::replace(&mut chunk.pieces[piece], value);
-        if value.bytes >= chunk.largest {
-            chunk.largest = value.bytes;
-        } else if old.bytes == chunk.largest {
-            chunk.measure();
-        }
+        let old = std::mem::replace(&mut self.chunks[chunk].pieces[piece], value);
+        self.sizes.change((old.bytes, old.start), (value.bytes, value.start));
     }
 
     fn remove(&mut self, (at, piece): Place) -> Piece {
         let chunk = &mut self.chunks[at];
         let removed = chunk.pieces.remove(piece);
         self.bytes -= removed.bytes;
+        self.sizes.remove(removed.bytes, removed.start);
         if chunk.pieces.is_empty() {
             self.spare = self.chunks.remove(at).pieces;
-        } else if removed.bytes == chunk.largest {
-            chunk.measure();
         }
         removed
     }
@@ -257,19 +244,16 @@ impl Extents {
         if self.chunks.is_empty() {
             let mut pieces = std::mem::take(&mut self.spare);
             pieces.reserve(CHUNK_MAX);
-            self.chunks.push(Chunk { largest: 0, pieces });
+            self.chunks.push(Chunk { pieces });
         }
+        self.sizes.insert(piece.bytes, piece.start);
         let (at, place) = before.map_or((0, 0), |(chunk, piece)| (chunk, piece + 1));
         let chunk = &mut self.chunks[at];
         chunk.pieces.insert(place, piece);
-        chunk.largest = chunk.largest.max(piece.bytes);
         if chunk.pieces.len() == CHUNK_MAX {
             let mut upper = Vec::with_capacity(CHUNK_MAX);
             upper.extend(chunk.pieces.drain(CHUNK_MAX / 2..));
-            chunk.measure();
-            let mut upper = Chunk { largest: 0, pieces: upper };
-            upper.measure();
-            self.chunks.insert(at + 1, upper);
+            self.chunks.insert(at + 1, Chunk { pieces: upper });
         }
     }
 
@@ -279,10 +263,8 @@ impl Extents {
         let pieces: Vec<_> = self.iter().collect();
         pieces.windows(2).all(|pair| pair[0].end() < pair[1].start)
             && pieces.iter().map(|piece| piece.bytes).sum::<u64>() == self.bytes
-            && self.chunks.iter().all(|chunk| {
-                let largest = chunk.pieces.iter().map(|piece| piece.bytes).max();
-                largest == Some(chunk.largest) && chunk.pieces.len() < CHUNK_MAX
-            })
+            && self.chunks.iter().all(|chunk| (1..CHUNK_MAX).contains(&chunk.pieces.len()))
+            && pieces.iter().map(|piece| piece.bytes).max().unwrap_or(0) == self.sizes.largest()
     }
 }
 
@@ -313,15 +295,15 @@ mod tests {
     }
 
     #[test]
-    fn the_lowest_that_fits_is_cut_at_its_front() {
+    fn the_smallest_that_fits_is_cut_at_its_front() {
         let mut extents = Extents::default();
-        for (start, bytes) in [(0, 2), (10, 5), (20, 9)] {
+        for (start, bytes) in [(0, 2), (10, 9), (20, 5), (30, 5)] {
             extents.insert(piece(start, bytes, start));
         }
-        assert_eq!(extents.take_first(4), Some((10, 10)));
-        assert_eq!(extents.take_first(9), Some((20, 20)));
-        assert_eq!(extents.take_first(3), None);
-        assert_eq!(pieces(&extents), [(0, 2, 0), (14, 1, 10)]);
+        assert_eq!(extents.take_best(4), Some((20, 20)));
+        assert_eq!(extents.take_best(6), Some((10, 10)));
+        assert_eq!(extents.take_best(6), None);
+        assert_eq!(pieces(&extents), [(0, 2, 0), (16, 3, 10), (24, 1, 20), (30, 5, 30)]);
     }
 
     #[test]
@@ -331,9 +313,13 @@ mod tests {
         extents.insert(piece(12, 10, 4));
         assert_eq!(extents.take_range(4..16), [piece(4, 6, 3), piece(12, 4, 4)]);
         assert_eq!(pieces(&extents), [(0, 4, 3), (16, 6, 4)]);
-        assert_eq!(extents.take_aligned(4), Some(piece(0, 4, 3)));
-        assert_eq!(extents.take_aligned(4), Some(piece(16, 4, 4)));
-        assert_eq!(extents.take_aligned(4), None);
+        assert_eq!(extents.take_aligned(4, 4), Some(piece(0, 4, 3)));
+        assert_eq!(extents.take_aligned(4, 4), Some(piece(16, 4, 4)));
+        assert_eq!(extents.take_aligned(4, 4), None);
+        extents.insert(piece(31, 6, 5));
+        assert_eq!(extents.take_aligned(6, 2), None);
+        assert_eq!(extents.take_aligned(5, 2), Some(piece(32, 5, 5)));
+        assert_eq!(pieces(&extents), [(20, 2, 4), (31, 1, 5)]);
     }
 
     /// Every unit of memory by itself: free with a mark, or not.
@@ -353,7 +339,8 @@ mod tests {
         }
 
         fn take(&mut self, bytes: u64) -> Option<u64> {
-            let (start, _) = self.runs().into_iter().find(|(_, all)| *all >= bytes)?;
+            let fits = self.runs().into_iter().filter(|(_, all)| *all >= bytes);
+            let (start, _) = fits.min_by_key(|(start, all)| (*all, *start))?;
             self.0.retain(|unit| !(start..start + bytes).contains(unit));
             Some(start)
         }
@@ -370,7 +357,7 @@ mod tests {
             for (what, bytes) in steps {
                 match what {
                     0..=4 => {
-                        let taken = extents.take_first(bytes).map(|(start, _)| start);
+                        let taken = extents.take_best(bytes).map(|(start, _)| start);
                         prop_assert_eq!(taken, naive.take(bytes));
                         live.extend(taken.map(|start| (start, bytes)));
                     }

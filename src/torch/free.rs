@@ -30,6 +30,9 @@ impl Allocator {
         if device.check().is_err() || self.closed.load(Relaxed) || stream.is_none() {
             return;
         }
+        if self.recorder.is_on() {
+            self.recorder.record(address, stream);
+        }
         if let Some(direct) = &self.direct {
             return self.record_directly(direct, address, stream);
         }

@@ -1,9 +1,9 @@
 //! Frees: blocks go back to the heap of their stream. Under the allocator's lock, as `heap`.
 //!
-//! Also the counting of both ways, and what becomes of a slab or a chunk that is empty.
+//! Also the counting of both ways.
 
 use super::extents::Piece;
-use super::heap::{ChunkUse, Core, LARGE, MID, Sort};
+use super::heap::{Core, LARGE, MID, Sort};
 use super::pages::{Use, kind_of};
 use super::pending::Waiting;
 use super::statistics::Kind;
@@ -30,19 +30,6 @@ impl Core {
         match self.slab_at(offset) {
             Some(slab) => self.give_slot(slab, offset, fences),
             None => self.give_piece(offset, fences),
-        }
-    }
-
-    /// The slab that an offset lies in.
-    #[inline(always)]
-    pub(super) fn slab_at(&self, offset: u64) -> Option<u32> {
-        let page = self.pages.index_of(offset);
-        let Use::Small(at) = self.pages.get(page)?.used_for else { return None };
-        let within = offset - self.pages.start_of(page);
-        let chunk = within >> self.geometry.chunk_bytes.trailing_zeros();
-        match self.chunk_page(at).chunks[chunk as usize] {
-            ChunkUse::Slab(slab) => Some(slab),
-            _ => None,
         }
     }
 
@@ -140,19 +127,6 @@ impl Core {
         statistics.active.sub(sort.kind(), 1);
         statistics.active_bytes.sub(sort.kind(), bytes);
         statistics.pending_bytes -= bytes;
-    }
-
-    /// An empty slab's chunk is free.
-    pub(super) fn drop_slab(&mut self, at: u32) {
-        let Some(slab) = self.slabs[at as usize].take() else { return };
-        self.vacant_slabs.push(at);
-        let heap = self.heap_mut(slab.heap);
-        heap.partial[usize::from(slab.class)].retain(|other| *other != at);
-        heap.held -= 1;
-        let ticket = heap.ticket(slab.mark);
-        if let Some((chunk_page, chunk)) = self.chunk_at(slab.base) {
-            self.free_chunk(chunk_page, chunk, ticket);
-        }
     }
 
     /// Changes what a page is cut into.

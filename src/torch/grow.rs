@@ -31,6 +31,13 @@ pub(super) struct Growth {
     pieces: Vec<Piece>,
 }
 
+impl Growth {
+    /// Pages that need a frame.
+    pub(super) fn fresh_count(&self) -> u64 {
+        self.fresh.iter().map(|pages| u64::from(pages.end - pages.start)).sum()
+    }
+}
+
 /// What the memory is for.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Purpose {

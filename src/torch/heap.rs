@@ -4,21 +4,23 @@
 //! A *pool* is the ordinary one, or a graph's own. In a pool each stream has a *heap*: free memory
 //! that this stream used last, and may use again at once. What other streams' heaps hold becomes
 //! *neutral* when the work that used it has passed ([`Core::settle`] in `sweep`): then it is
-//! anybody's. Memory is in pages; some are cut into chunks of a slab's size for small requests.
+//! anybody's. Memory is in pages; some are cut into chunks of 2 MiB for smaller requests.
 //!
 //! ```text
-//! request <= 32 KiB        a slot of a slab, one size class a slab        one chunk
-//! request <= half a chunk  first fit, in chunks of the stream's heap       "mid"
-//! larger                   first fit over pages, across them              "large"
+//! request <= 32 KiB        a slot of a slab, one size class a slab         "small"
+//! request <= half a chunk  best fit, in chunks of the stream's heap        "mid"
+//! larger                   best fit over pages, across them               "large"
 //! ```
 
 use std::collections::HashMap;
 use std::hash::{BuildHasherDefault, Hasher};
 
 use super::extents::{Extents, Piece};
+use super::moves::Moves;
 use super::pages::{Pages, Use};
 use super::pending::{Pending, Used};
-use super::slabs::{CLASS_COUNT, GRAIN, Slab, class_max, class_of};
+use super::slabs::{CLASS_COUNT, GRAIN, Slab, class_max};
+use super::small::NO_SLAB;
 use super::statistics::{AllocatorStatistics, Kind, PoolId};
 use crate::sync::fence::{Fences, StreamSlot};
 use crate::sync::ticket::Ticket;
@@ -31,6 +33,9 @@ pub(super) const MID: usize = 0;
 /// Index in [`Heap::free`]: pieces of pages.
 pub(super) const LARGE: usize = 1;
 
+/// Bytes of a slice, where chunks are as large.
+const SLICE_MAX: u64 = 64 << 10;
+
 /// Sizes that follow from that of a page.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Geometry {
@@ -40,6 +45,8 @@ pub(super) struct Geometry {
     pub(super) small_max: u64,
     /// Largest request that a slab serves.
     pub(super) class_max: u64,
+    /// Slabs are whole slices of so many bytes, as a power of two.
+    pub(super) slice_shift: u32,
 }
 
 impl Geometry {
@@ -47,7 +54,16 @@ impl Geometry {
         // A page has 64 chunks at most.
         let chunk_bytes = (2 * MIB).min(page_bytes).max(page_bytes / 64);
         let (small_max, class_max) = (chunk_bytes / 2, class_max(chunk_bytes));
-        Self { page_bytes, chunk_bytes, small_max, class_max }
+        let slice_shift = SLICE_MAX.min(chunk_bytes).trailing_zeros();
+        Self { page_bytes, chunk_bytes, small_max, class_max, slice_shift }
+    }
+
+    pub(super) fn slice_bytes(&self) -> u64 {
+        1 << self.slice_shift
+    }
+
+    fn slices(&self) -> usize {
+        (self.page_bytes >> self.slice_shift) as usize
     }
 
     pub(super) fn chunks(&self) -> usize {
@@ -121,6 +137,8 @@ pub(super) struct Heap {
     pub(super) free: [Extents; 2],
     /// Slabs of a class with a free slot, lowest first.
     pub(super) partial: [Vec<u32>; CLASS_COUNT],
+    /// Slices that the slabs of a class have.
+    pub(super) slices: [u32; CLASS_COUNT],
     /// Live blocks, slabs and frees under way: while there are any the heap stays.
     pub(super) held: u64,
 }
@@ -153,7 +171,9 @@ pub(super) struct Pool {
 pub(super) enum ChunkUse {
     /// Free after a ticket.
     Free(Ticket),
-    Slab(u32),
+    /// One slab.
+    Slab,
+    /// Blocks, and slabs of less than a chunk.
     Mid,
 }
 
@@ -161,6 +181,8 @@ pub(super) enum ChunkUse {
 pub(super) struct ChunkPage {
     pub(super) page: u32,
     pub(super) chunks: Vec<ChunkUse>,
+    /// The slab of each slice, or [`NO_SLAB`].
+    pub(super) slabs: Vec<u32>,
     /// A bit for each free chunk.
     pub(super) free: u64,
 }
@@ -178,6 +200,7 @@ pub(super) struct Core {
     /// Streams beside its own that a live block was recorded for.
     pub(super) uses: ByOffset<Vec<Used>>,
     pub(super) pending: Pending,
+    pub(super) moves: Moves,
     pub(super) statistics: AllocatorStatistics,
 }
 
@@ -194,6 +217,7 @@ impl Core {
             pools: vec![Some(Pool::default())],
             uses: ByOffset::default(),
             pending: Pending::default(),
+            moves: Moves::new(page_bytes),
             statistics: AllocatorStatistics::default(),
         }
     }
@@ -249,6 +273,7 @@ impl Core {
             index: slot.index(),
             free: Default::default(),
             partial: Default::default(),
+            slices: [0; CLASS_COUNT],
             held: 0,
         });
         let at = match self.heaps.iter().position(Option::is_none) {
@@ -295,57 +320,14 @@ impl Core {
         if requested <= self.geometry.small_max {
             return self.take_mid(heap, bytes, requested, fences);
         }
-        let (offset, _) = self.heap_mut(heap).free[LARGE].take_first(bytes)?;
+        let (offset, _) = self.heap_mut(heap).free[LARGE].take_best(bytes)?;
         self.enter(offset, Live { bytes, requested, heap, sort: Sort::Large });
         Some(offset)
     }
 
-    #[inline(always)]
-    fn take_slot(&mut self, heap: u32, requested: u64, fences: &Fences) -> Option<u64> {
-        let class = class_of(requested)?;
-        let slab = match self.heap(heap).partial[class].first() {
-            Some(slab) => *slab,
-            None => self.make_slab(heap, class, fences)?,
-        };
-        let entry = self.slab_mut(slab);
-        let offset = entry.take(requested).expect("a partial slab has a free slot");
-        let bytes = entry.slot_bytes();
-        if entry.is_full() {
-            self.heap_mut(heap).partial[class].remove(0);
-        }
-        self.count_malloc(Kind::Small, bytes, requested);
-        Some(offset)
-    }
-
-    #[cold]
-    fn make_slab(&mut self, heap: u32, class: usize, fences: &Fences) -> Option<u32> {
-        let (chunk_page, chunk, mark) = self.take_chunk(heap, fences)?;
-        let index = match self.vacant_slabs.pop() {
-            Some(index) => index,
-            None => {
-                self.slabs.push(None);
-                self.slabs.len() as u32 - 1
-            }
-        };
-        let base = self.chunk_start(chunk_page, chunk);
-        let slab = Slab::new(base, self.geometry.chunk_bytes, class, heap, mark);
-        self.slabs[index as usize] = Some(Box::new(slab));
-        self.chunk_page_mut(chunk_page).chunks[chunk] = ChunkUse::Slab(index);
-        self.heap_mut(heap).held += 1;
-        self.add_partial(heap, class, index);
-        Some(index)
-    }
-
-    pub(super) fn add_partial(&mut self, heap: u32, class: usize, slab: u32) {
-        let base = |slab: u32| self.slabs[slab as usize].as_ref().map_or(0, |slab| slab.base);
-        let partial = &self.heap(heap).partial[class];
-        let at = partial.partition_point(|other| base(*other) < base(slab));
-        self.heap_mut(heap).partial[class].insert(at, slab);
-    }
-
     fn take_mid(&mut self, heap: u32, bytes: u64, requested: u64, fences: &Fences) -> Option<u64> {
         let live = Live { bytes, requested, heap, sort: Sort::Mid };
-        if let Some((offset, _)) = self.heap_mut(heap).free[MID].take_first(bytes) {
+        if let Some((offset, _)) = self.heap_mut(heap).free[MID].take_best(bytes) {
             self.enter(offset, live);
             return Some(offset);
         }
@@ -354,7 +336,7 @@ impl Core {
         let (start, bytes_of_chunk) =
             (self.chunk_start(chunk_page, chunk), self.geometry.chunk_bytes);
         self.heap_mut(heap).free[MID].insert(Piece { start, bytes: bytes_of_chunk, mark });
-        let (offset, _) = self.heap_mut(heap).free[MID].take_first(bytes)?;
+        let (offset, _) = self.heap_mut(heap).free[MID].take_best(bytes)?;
         self.enter(offset, live);
         Some(offset)
     }
@@ -365,6 +347,7 @@ impl Core {
         if live.sort != Sort::Mid {
             // A chunk keeps its page by itself.
             self.pages.add_live(offset..offset + live.bytes);
+            self.moves.earn(live.bytes);
         }
         self.heap_mut(live.heap).held += 1;
         self.live.insert(offset, live);
@@ -373,7 +356,7 @@ impl Core {
 
     /// Takes a chunk that the heap's stream may use at once: of a page that is cut already, else of
     /// a free one. Returns its page, its number, and its mark.
-    fn take_chunk(&mut self, heap: u32, fences: &Fences) -> Option<(u32, usize, u64)> {
+    pub(super) fn take_chunk(&mut self, heap: u32, fences: &Fences) -> Option<(u32, usize, u64)> {
         let (pool, index) = (self.heap(heap).pool, self.heap(heap).index);
         let usable = |ticket: Ticket| ticket.slot() == index || fences.known_passed(ticket);
         let found = self.pool(pool).chunk_pages.iter().find_map(|&at| {
@@ -388,7 +371,7 @@ impl Core {
             Some(found) => found,
             None => {
                 let page_bytes = self.geometry.page_bytes;
-                let piece = self.heap_mut(heap).free[LARGE].take_aligned(page_bytes)?;
+                let piece = self.heap_mut(heap).free[LARGE].take_aligned(page_bytes, page_bytes)?;
                 let page = self.pages.index_of(piece.start);
                 let at = self.cut_page(page, self.heap(heap).ticket(piece.mark));
                 let ChunkUse::Free(ticket) = self.chunk_page(at).chunks[0] else { return None };
@@ -407,7 +390,9 @@ impl Core {
     pub(super) fn cut_page(&mut self, page: u32, ticket: Ticket) -> u32 {
         let chunks = self.geometry.chunks();
         let free = if chunks == 64 { u64::MAX } else { (1 << chunks) - 1 };
-        let entry = ChunkPage { page, chunks: vec![ChunkUse::Free(ticket); chunks], free };
+        let (chunks, slabs) =
+            (vec![ChunkUse::Free(ticket); chunks], vec![NO_SLAB; self.geometry.slices()]);
+        let entry = ChunkPage { page, chunks, slabs, free };
         let at = match self.chunk_pages.iter().position(Option::is_none) {
             Some(at) => at,
             None => {

@@ -12,10 +12,12 @@
 //!
 //! ```text
 //! mod serve free reclaim pools segment report     calls: locks, fences, faults, waits
+//! moves                                           frames that move rather than memory that grows
 //! elsewhere                                       streams of other contexts
+//! record                                          what was asked for, to a file
 //! direct                                          the same without an arena
-//! heap give grow sweep pending pages              under the lock: blocks, pages
-//! extents slabs reserve                           pure: pieces, slots, a peak
+//! heap small give grow sweep pending pages        under the lock: blocks, pages
+//! extents sizes slabs reserve                     pure: pieces, slots, a peak
 //! oom statistics                                  values
 //! ```
 //!
@@ -30,16 +32,20 @@ mod free;
 mod give;
 mod grow;
 mod heap;
+mod moves;
 mod oom;
 mod pages;
 mod pending;
 mod pools;
 mod reclaim;
+mod record;
 mod report;
 mod reserve;
 mod segment;
 mod serve;
+mod sizes;
 mod slabs;
+mod small;
 mod statistics;
 mod sweep;
 
@@ -63,6 +69,7 @@ use direct::Direct;
 use give::Given;
 use heap::{Core, ORDINARY};
 use pools::OpenPools;
+use record::Recorder;
 
 /// Says which streams allocate from a graph pool while it is open. Called with no lock held.
 pub type PoolFilter = Box<dyn Fn(Stream) -> bool + Send + Sync>;
@@ -117,6 +124,7 @@ pub struct Allocator {
     /// Bits of the fraction that it follows from.
     fraction: AtomicU64,
     closed: AtomicBool,
+    recorder: Recorder,
 }
 
 impl Allocator {
@@ -152,6 +160,7 @@ impl Allocator {
             page_limit: AtomicU64::new(u64::MAX),
             fraction: AtomicU64::new(1.0f64.to_bits()),
             closed: AtomicBool::new(false),
+            recorder: Recorder::default(),
         });
         if allocator.direct.is_none() {
             let holder: Arc<dyn Reclaim> = Arc::clone(&allocator) as _;
@@ -181,6 +190,7 @@ impl Allocator {
         let device = &self.pager.device;
         let is_plain = device.check().is_ok()
             && !self.closed.load(Relaxed)
+            && !self.recorder.is_on()
             && requested <= self.arena.space.bytes
             && !self.open.any();
         if !is_plain {
@@ -239,6 +249,9 @@ impl Allocator {
         }
         if process::ending() || self.closed.load(Relaxed) {
             return Freed::Ending;
+        }
+        if self.recorder.is_on() {
+            self.recorder.free(address);
         }
         if let Some(direct) = &self.direct {
             return self.free_directly(direct, address);

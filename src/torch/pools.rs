@@ -239,6 +239,9 @@ impl Core {
             slab.heap = into;
             slab.mark = if own { slab.mark } else { 0 };
         }
+        for (class, slices) in heap.slices.into_iter().enumerate() {
+            self.heap_mut(into).slices[class] += slices;
+        }
         for (class, slabs) in heap.partial.into_iter().enumerate() {
             slabs.into_iter().for_each(|slab| self.add_partial(into, class, slab));
         }

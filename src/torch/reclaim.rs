@@ -91,7 +91,10 @@ impl Allocator {
         settle_for(self.try_release(u64::MAX, Which::Recorded, GiveTo::Driver))?;
         let unsettled = {
             let core = self.core.lock();
-            core.pages.empty_count() > 0 || !core.pending.is_empty() || core.has_retired()
+            core.pages.empty_count() > 0
+                || !core.pending.is_empty()
+                || core.has_retired()
+                || core.has_unsettled_chunks(&device.fences)
         };
         if unsettled && !self.open.any() {
             settle_for(device.context_wait_asked())?;

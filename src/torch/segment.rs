@@ -19,7 +19,7 @@ impl Allocator {
             return None;
         }
         if self.direct.is_some() {
-            return self.malloc(bytes, stream).ok();
+            return self.malloc_unrecorded(bytes as u64, stream).ok();
         }
         let served = self.ask(bytes as u64, stream, Sort::Segment).and_then(|ask| match ask {
             Some(ask) => self.serve(&ask),
@@ -92,7 +92,7 @@ impl Core {
     /// Takes a segment from what is free for a heap's stream.
     pub(super) fn take_segment(&mut self, heap: u32, requested: u64) -> Option<u64> {
         let bytes = requested.next_multiple_of(super::slabs::GRAIN);
-        let (start, _) = self.heap_mut(heap).free[LARGE].take_first(bytes)?;
+        let (start, _) = self.heap_mut(heap).free[LARGE].take_best(bytes)?;
         self.enter(start, Live { bytes, requested, heap, sort: Sort::Segment });
         Some(start)
     }

@@ -54,6 +54,19 @@ impl Allocator {
         requested: u64,
         stream: Stream,
     ) -> std::result::Result<u64, OutOfMemory> {
+        let address = self.malloc_unrecorded(requested, stream)?;
+        if self.recorder.is_on() {
+            self.recorder.malloc(address, requested, stream);
+        }
+        Ok(address)
+    }
+
+    /// The same for callers whose requests are in no record.
+    pub(super) fn malloc_unrecorded(
+        &self,
+        requested: u64,
+        stream: Stream,
+    ) -> std::result::Result<u64, OutOfMemory> {
         let served = self.ask(requested, stream, Sort::Large).and_then(|ask| match ask {
             Some(ask) => match &self.direct {
                 Some(direct) => self.serve_directly(direct, &ask),
@@ -154,6 +167,7 @@ impl Allocator {
             self.core.lock().cancel(&growth);
             return Ok(Tries::Short(None));
         }
+        self.move_frames(ask, &growth);
         self.fill(ask, growth)
     }
 

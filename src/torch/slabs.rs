@@ -13,8 +13,10 @@ const CLASS_MAX: u64 = 32 << 10;
 const EVEN_CLASSES: usize = 8;
 /// Size classes in all.
 pub(super) const CLASS_COUNT: usize = EVEN_CLASSES + 3 * 4;
-/// Slots of a slab at most: 2 MiB of grains.
+/// Slots of a slab at most.
 const SLOT_MAX: usize = 4096;
+/// Bytes of a slab at most.
+pub(super) const SLAB_MAX: u64 = SLOT_MAX as u64 * GRAIN;
 
 /// Bytes of a slot of a class.
 pub(super) fn class_bytes(class: usize) -> u64 {
@@ -55,6 +57,7 @@ pub(super) struct Slab {
     pub(super) class: u8,
     /// Index of the heap that it belongs to.
     pub(super) heap: u32,
+    bytes: u32,
     slot_bytes: u32,
     slot_count: u16,
     pub(super) used: u16,
@@ -82,6 +85,7 @@ impl Slab {
             base,
             class: class as u8,
             heap,
+            bytes: bytes as u32,
             slot_bytes: slot_bytes as u32,
             slot_count: slot_count as u16,
             used: 0,
@@ -90,6 +94,11 @@ impl Slab {
             free,
             requested: vec![0; slot_count].into_boxed_slice(),
         }
+    }
+
+    /// Bytes of the slab.
+    pub(super) fn bytes(&self) -> u64 {
+        u64::from(self.bytes)
     }
 
     /// Bytes of a slot.

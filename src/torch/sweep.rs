@@ -7,7 +7,7 @@ use super::extents::{Extents, Piece};
 use super::heap::{ChunkUse, Core, LARGE, MID, ORDINARY};
 use super::pages::{Use, kind_of};
 use crate::memory::pager::Returned;
-use crate::sync::fence::Fences;
+use crate::sync::fence::{Fences, StreamSlot};
 use crate::sync::ticket::Ticket;
 
 /// Which empty pages are taken.
@@ -15,6 +15,8 @@ use crate::sync::ticket::Ticket;
 pub(super) enum Which {
     /// Those whose uses are over, or known to be some day.
     Recorded,
+    /// Those whose uses are over, or come before what is enqueued on a stream now.
+    Before(Option<StreamSlot>),
     /// All.
     Any,
 }
@@ -64,6 +66,15 @@ impl Core {
             self.chunk_tickets(at).into_iter().for_each(&mut add);
         }
         spans
+    }
+
+    /// Whether free parts of chunks wait for work of their streams: several streams' may make up
+    /// pages that are empty when it has passed.
+    pub(super) fn has_unsettled_chunks(&self, fences: &Fences) -> bool {
+        self.heaps.iter().flatten().any(|heap| {
+            let mut marks = heap.free[MID].iter().map(|piece| heap.ticket(piece.mark));
+            marks.any(|ticket| !fences.known_passed(ticket))
+        })
     }
 
     /// Lets a heap have what is free in its pool and no work uses any more, and makes whole pages
@@ -116,7 +127,7 @@ impl Core {
                 Some(heap) => &mut self.heap_mut(heap).free[MID],
                 None => &mut self.pool_mut(pool).neutral[MID],
             };
-            let Some(piece) = free.take_aligned(bytes) else { return };
+            let Some(piece) = free.take_aligned(bytes, bytes) else { return };
             let ticket = heap.map_or(Ticket::NONE, |heap| self.heap(heap).ticket(piece.mark));
             if let Some((chunk_page, chunk)) = self.chunk_at(piece.start) {
                 self.free_chunk(chunk_page, chunk, ticket);
@@ -202,6 +213,10 @@ impl Core {
             Which::Recorded => {
                 self.page_tickets(*page).into_iter().all(|ticket| fences.is_recorded(ticket))
             }
+            Which::Before(stream) => self.page_tickets(*page).into_iter().all(|ticket| {
+                let own = |slot| fences.is_recorded(ticket) && fences.ordered_before(ticket, slot);
+                fences.known_passed(ticket) || stream.is_some_and(own)
+            }),
         };
         let pages: Vec<u32> = self.pages.empty().filter(wanted).take(count as usize).collect();
         pages.into_iter().map(|page| self.take_page(page, fences)).collect()

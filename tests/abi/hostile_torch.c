@@ -308,6 +308,42 @@ CASE(vbar_torch_snapshot) {
     vbar_torch_free(place, 1, 0, 0);
 }
 
+CASE(vbar_torch_record_start) {
+    numbers();
+    FAILS(vbar_torch_record_start(0, NULL), VBAR_STATUS_INVALID_ARGUMENT, "NULL");
+    FAILS(vbar_torch_record_start(0, ""), VBAR_STATUS_INVALID_ARGUMENT, "empty");
+    FAILS(vbar_torch_record_start(0, "/nowhere/trace"), VBAR_STATUS_IO, "/nowhere/trace");
+    for (size_t at = 0; at < COUNT_OF(no_devices); at++) {
+        CHECK(vbar_torch_record_start(no_devices[at], "/dev/null") != VBAR_STATUS_OK);
+    }
+    OK(vbar_torch_record_start(0, "/dev/null"));
+    FAILS(vbar_torch_record_start(0, "/dev/null"), VBAR_STATUS_INVALID_ARGUMENT, "/dev/null");
+    OK(vbar_torch_record_stop(0, NULL));
+}
+
+static VbarStatus stop_of(int32_t device) {
+    VbarStatus status = vbar_torch_record_stop(device, untouched());
+    CHECK(is_untouched());
+    return status;
+}
+
+CASE(vbar_torch_record_stop) {
+    numbers();
+    each_bad_device(stop_of);
+    FAILS(stop_of(0), VBAR_STATUS_INVALID_ARGUMENT, "nothing is being recorded");
+    OK(vbar_torch_record_start(0, "/dev/full"));
+    FAILS(vbar_torch_record_stop(0, unaligned()), VBAR_STATUS_INVALID_ARGUMENT, "not aligned");
+    CHECK(is_untouched());
+    /* It goes on: this is what cannot be written. */
+    vbar_torch_free(vbar_torch_malloc(1, 0, 0), 1, 0, 0);
+    FAILS(stop_of(0), VBAR_STATUS_IO, "/dev/full");
+    uint64_t event_count;
+    OK(vbar_torch_record_start(0, "/dev/null"));
+    vbar_torch_free(vbar_torch_malloc(1, 0, 0), 1, 0, 0);
+    OK(vbar_torch_record_stop(0, &event_count));
+    CHECK(event_count >= 2);
+}
+
 const struct Case torch_cases[] = {
     ENTRY(vbar_torch_configure),
     ENTRY(vbar_torch_malloc),
@@ -328,5 +364,7 @@ const struct Case torch_cases[] = {
     ENTRY(vbar_torch_reset_peaks),
     ENTRY(vbar_torch_reset_accumulated),
     ENTRY(vbar_torch_snapshot),
+    ENTRY(vbar_torch_record_start),
+    ENTRY(vbar_torch_record_stop),
     {NULL, NULL},
 };

@@ -36,6 +36,7 @@ pub(crate) const HEADERS: &[Header] = &[
             "statistics",
             "torch",
             "torch/numbers",
+            "torch/record",
         ],
         includes: &[],
         more: statuses_and_constants,

@@ -19,12 +19,17 @@ What :func:`install` changes in PyTorch, beside its allocator, and why:
   own allocator for its largest free block and fails.
 * ``torch.compile(mode="reduce-overhead")`` captures graphs without sharing their memory in trees
   (``torch._inductor.config.triton.cudagraph_trees = False``), which other allocators cannot do.
+* The variable ``NCCL_GRAPH_REGISTER`` is set to 0 unless it is set: NCCL does not try to share what
+  a captured collective uses with the other processes, which vbar's memory is not made for.
 
 What does not work with any allocator but PyTorch's own: ``torch.cuda.MemPool`` (see
 :func:`mem_pool` for the other way round), CUDA IPC (``torch.multiprocessing`` queues of CUDA
 tensors), ``torch.cuda.memory._record_memory_history``, memory in the profiler.
 
 An allocator cannot be taken back while the process lives.
+
+:func:`record` writes what a program asks for to a file, which ``benches/torch_replay.py`` and
+``cargo bench --bench torch`` replay: how much memory an order of requests takes.
 
 Whether or not that is installed, :func:`stream` runs a module whose weights are larger than the
 GPU, from its file::
@@ -49,6 +54,7 @@ from ._install import (
 from ._parameters import StreamError
 from ._phase import release_phase
 from ._pool import mem_pool
+from ._record import history_to_trace, record
 from ._statistics import (
     NotAnswered,
     allocations_seen,
@@ -70,10 +76,12 @@ __all__ = [
     "configure",
     "device",
     "empty_model",
+    "history_to_trace",
     "install",
     "install_statistics",
     "is_installed",
     "mem_pool",
+    "record",
     "release_phase",
     "stream",
     "uninstall_statistics",

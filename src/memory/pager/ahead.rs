@@ -286,7 +286,7 @@ impl Search<'_> {
         let device = &self.pager.device;
         let strict = device.options.eviction == Eviction::Strict;
         let usable = if strict { Usable::Passed } else { Usable::Recorded };
-        let (mut spare, _) = take_spare(state, device, 1, usable);
+        let (mut spare, _) = take_spare(state, device, 1, usable, None);
         if let Some(taken) = spare.pop() {
             return Some(taken);
         }

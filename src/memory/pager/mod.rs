@@ -486,7 +486,7 @@ impl Pager {
             self.prepare_poison()?;
             let begin_ns = trace::begin();
             let (turn, reclaim) = (patience.turn, patience.reclaim());
-            let standing = Standing { turn, reclaim, capture };
+            let standing = Standing { turn, reclaim, capture, slot };
             let (planned, _in_hand) = self.plan(requests, usable, standing)?;
             match planned {
                 Planned::Ready(protected) => {

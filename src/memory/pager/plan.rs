@@ -3,7 +3,8 @@
 //! Made under the device's lock, for the whole request at once: either every page of every range
 //! gets its frame or nothing has changed. Resident pages are pinned first, so that they cannot be
 //! taken as victims of the same request. Order of taking: a free frame whose users have passed, a
-//! new frame under the budget, a free frame still in use, then victims by rank. Short queries of
+//! new frame under the budget, a free frame still in use, then victims by rank; for an allocator's
+//! arena, before new ones, those that its stream comes after anyway. Short queries of
 //! events are the only driver calls here; none of them waits.
 
 use std::collections::HashSet;
@@ -22,7 +23,7 @@ use crate::memory::vbar::Bar;
 use crate::options::Eviction;
 use crate::outcome::{Reason, WaitKind};
 use crate::sync::device::Device;
-use crate::sync::fence::{Cover, Look};
+use crate::sync::fence::{Cover, Look, StreamSlot};
 use crate::sync::ticket::Ticket;
 use crate::units::PageIndex;
 
@@ -74,6 +75,8 @@ pub(super) struct Standing {
     pub(super) reclaim: Reclaiming,
     /// Of the stream that it is for.
     pub(super) capture: CaptureState,
+    /// That stream.
+    pub(super) slot: Option<StreamSlot>,
 }
 
 /// Plans a request.
@@ -111,7 +114,10 @@ pub(super) fn plan(
         return Ok(Planned::Wait(WaitKind::Frame));
     }
     let taken = below_watermark(state, device, &wanted, now).and_then(|()| {
-        let how = (usable, standing.reclaim);
+        // What an allocator gives away as it asks for more is to be used again, not added to.
+        let arenas = items.iter().all(|item| item.bar.is_arena());
+        let behind = if arenas { standing.slot } else { None };
+        let how = (usable, standing.reclaim, behind);
         take_frames(state, device, items, (&wanted, &protected), how)
     });
     Ok(match taken {
@@ -242,10 +248,10 @@ fn take_frames(
     device: &Device,
     items: &[Request<'_>],
     (wanted, protected): (&[PageOf<'_>], &[Protected]),
-    (usable, reclaim): (Usable, Reclaiming),
+    (usable, reclaim, behind): (Usable, Reclaiming, Option<StreamSlot>),
 ) -> std::result::Result<(Frames, OwnVictims), Stop> {
     let needed = wanted.len();
-    let (takes, blocked) = take_spare(state, device, needed, usable);
+    let (takes, blocked) = take_spare(state, device, needed, usable, behind);
     if takes.len() < needed && reclaim == Reclaiming::First {
         let missing = (needed - takes.len()) as u32;
         untake(state, takes);
@@ -267,11 +273,13 @@ fn take_frames(
 
 /// Up to `needed` frames that no page has to give up: free ones, new ones under the budget, free
 /// ones that are still in use, and those of pages that only wait for their last users to be gone.
+/// Before new ones come those whose users are all before the stream `behind` anyway.
 pub(super) fn take_spare(
     state: &mut State,
     device: &Device,
     needed: usize,
     usable: Usable,
+    behind: Option<StreamSlot>,
 ) -> (Vec<(Take, Vec<Ticket>)>, Blocked) {
     let mut takes: Vec<(Take, Vec<Ticket>)> = Vec::with_capacity(needed);
     let passed = |users: &[Ticket]| {
@@ -279,6 +287,16 @@ pub(super) fn take_spare(
     };
     let free = |(frame, users)| (Take::Free(frame), users);
     takes.extend(state.frames.take_free(needed, passed).into_iter().map(free));
+    if let Some(slot) = behind.filter(|_| usable == Usable::Recorded) {
+        let fences = &device.fences;
+        let before =
+            |user: &Ticket| fences.is_recorded(*user) && fences.ordered_before(*user, slot);
+        let before = |users: &[Ticket]| users.iter().all(before).then(|| users.to_vec());
+        let missing = needed - takes.len();
+        takes.extend(state.frames.take_free(missing, before).into_iter().map(free));
+        let missing = needed - takes.len();
+        takes.extend(state.take_leaving(missing, before).into_iter().map(free));
+    }
     let creatable = state.creatable(device.options.page_size.bytes()) as usize;
     let created = (needed - takes.len()).min(creatable);
     state.frames.start_creating(created as u32);

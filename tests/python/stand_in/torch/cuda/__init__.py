@@ -38,8 +38,16 @@ def current_device():
     return 0
 
 
+_stream = types.SimpleNamespace(cuda_stream=0)
+
+
 def current_stream(index=None):
-    return types.SimpleNamespace(cuda_stream=0)
+    return _stream
+
+
+def set_stream(stream):
+    global _stream
+    _stream = stream
 
 
 class MemPool:
