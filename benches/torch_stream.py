@@ -87,7 +87,9 @@ def one_budget(workload, path, percent, arguments, link):
     wanted = workload.resident()
     with vbar.torch.empty_model():
         module = Layers(workload)
-    streaming = vbar.torch.stream(module.eval(), path, budget, page_size=arguments.page)
+    streaming = vbar.torch.stream(
+        module.eval(), path, budget, one_graph=True, page_size=arguments.page
+    )
     device, rows = streaming.device, []
     ways = ways_of(workload, streaming, arguments.ways.split(","))
     for way in ways:

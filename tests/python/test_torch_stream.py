@@ -303,9 +303,12 @@ class Streams(Case):
     def traced(self):
         return torch.compiler.said(torch.compiler._tracing)
 
+    def lent(self, module, tensors, **more):
+        return self.stream(module, tensors, one_graph=True, **more)
+
     def test_scenario_56_what_is_traced_computes_the_same_through_evictions(self):
         tensors, module = stack_tensors(), self.built()
-        streaming = self.stream(module, tensors)
+        streaming = self.lent(module, tensors)
         wanted = ordinary(tensors).to("cuda")(self.indexes).tolist()
         own = {id(child._parameters) for child in module.modules()}
         for _ in range(3):
@@ -330,7 +333,7 @@ class Streams(Case):
         with vbar.torch.empty_model():
             module = Stack()
             module.block0.up = Seeing(WIDTH, WIDTH)
-        streaming = self.stream(module, stack_tensors())
+        streaming = self.lent(module, stack_tensors())
         bar = streaming.model.bar
         with self.traced():
             module(self.indexes)
@@ -353,7 +356,7 @@ class Streams(Case):
         with vbar.torch.empty_model():
             module = Stack()
             module.block1 = Failing()
-        streaming = self.stream(module, stack_tensors(), patch={"block1.scale": lambda given: None})
+        streaming = self.lent(module, stack_tensors(), patch={"block1.scale": lambda given: None})
         with self.traced(), self.assertRaises(KeyboardInterrupt):
             module(self.indexes)
         self.check_no_pins(streaming)
@@ -362,7 +365,7 @@ class Streams(Case):
     def test_scenario_56_patches_offloading_and_graphs_of_before(self):
         tensors, module = stack_tensors(), self.built()
         patch = {"block1.scale": lambda given: given.add_(1)}
-        streaming = self.stream(module, tensors, patch=patch)
+        streaming = self.lent(module, tensors, patch=patch)
         wanted = module(self.indexes).tolist()
         for _ in range(2):
             self.evict()
@@ -398,7 +401,7 @@ class Streams(Case):
         told = []
         with vbar.torch.empty_model():
             module = Parent()
-        streaming = self.stream(module, stack_tensors())
+        streaming = self.lent(module, stack_tensors())
         self.evict()
         with self.traced():
             found = module(self.indexes).tolist()
@@ -413,7 +416,7 @@ class Streams(Case):
 
     def test_scenario_56_what_the_compiler_asks_and_export(self):
         module = self.built()
-        self.stream(module, stack_tensors())
+        self.lent(module, stack_tensors())
         weight = module.block0.up.weight
         # Of its storage it wants to know how large it is.
         with mock.patch.object(torch._guards.TracingContext, "try_get", object):
@@ -425,21 +428,23 @@ class Streams(Case):
         exporting = {"__name__": "torch.export._trace", "weight": weight}
         self.refused("not exported", eval, "weight.untyped_storage()", exporting)
 
-    def test_scenario_56_graphs_of_other_versions_break_at_the_forwards(self):
+    def test_scenario_56_graphs_break_at_the_forwards_unless_it_is_asked_for(self):
         module = self.built()
-        with mock.patch.object(torch, "__version__", "2.12.0+cu130"):
-            streaming = self.stream(module, stack_tensors())
+        streaming = self.stream(module, stack_tensors())
         forward = module.block0.__dict__["forward"]
         self.assertTrue(forward._torchdynamo_disable)
         self.assertFalse(forward.disabled_recursive)
+        self.assertEqual(forward.__wrapped__, Block.forward.__get__(module.block0))
         self.check_same(module, stack_tensors())
         self.check_no_pins(streaming)
         vbar.torch.unstream(module)
-        self.stream(module, stack_tensors())
+        with mock.patch.object(torch, "__version__", "2.12.0+cu130"):
+            self.refused("2.11", self.lent, module, stack_tensors())
+        self.lent(module, stack_tensors())
         self.assertFalse(hasattr(module.block0.__dict__["forward"], "_torchdynamo_disable"))
 
     def test_scenario_56_the_operations_are_what_the_compiler_wants_to_know(self):
-        self.stream(self.built(), stack_tensors())
+        self.lent(self.built(), stack_tensors())
         defined = torch.library.defined
         two = "Tensor(a!) order, Tensor key, Tensor[] weights) -> (Tensor, Tensor)"
         self.assertEqual(defined["fault_2"]["schema"], two)
@@ -505,7 +510,7 @@ class Streams(Case):
 
     def test_an_interrupt_at_any_line_leaves_no_pin(self):
         tensors, module = stack_tensors(1), self.built(1)
-        streaming = self.stream(module, tensors, patch={"block0.scale": lambda tensor: None})
+        streaming = self.lent(module, tensors, patch={"block0.scale": lambda tensor: None})
         folder = str(pathlib.Path(vbar.__file__).parent)
 
         def interrupt_at(wanted, within):

@@ -339,13 +339,28 @@ class Stream(Case):
             assert pins(first) == pins(second) == 0
         """)
 
+    def test_scenario_56_compiled_in_the_default_mode(self):
+        self.check("""
+            plain, path, nbytes = made()
+            module = empty()
+            streaming = vbar.torch.stream(module, path, part_of(nbytes, 4), **OPTIONS)
+            compiled = torch.compile(module)
+            with torch.no_grad():
+                wanted = plain(WORDS)
+                for turn in range(4):
+                    torch.testing.assert_close(compiled(WORDS), wanted, atol=0.1, rtol=0.1)
+            print(dict(torch._dynamo.utils.counters["graph_break"]))
+            assert pins(streaming) == 0
+        """, both=False)
+
     def test_scenario_56_compiled_as_one_graph(self):
         self.check("""
             import torch._dynamo, torch._functorch.config
             torch._functorch.config.error_on_custom_op_aliasing = True
             plain, path, nbytes = made(count=2)
             module = empty(count=2)
-            streaming = vbar.torch.stream(module, path, part_of(nbytes, 2), **OPTIONS)
+            streaming = vbar.torch.stream(
+                module, path, part_of(nbytes, 2), one_graph=True, **OPTIONS)
             counters, config = torch._dynamo.utils.counters, torch._dynamo.config
             for backend in ("eager", "aot_eager", "inductor"):
                 torch._dynamo.reset()
@@ -376,7 +391,8 @@ class Stream(Case):
         self.check("""
             plain, path, nbytes = made(count=2)
             module = empty(count=2)
-            streaming = vbar.torch.stream(module, path, part_of(nbytes, 2), **OPTIONS)
+            streaming = vbar.torch.stream(
+                module, path, part_of(nbytes, 2), one_graph=True, **OPTIONS)
             signal.signal(signal.SIGALRM, lambda *_: signal.default_int_handler(2, None))
             caught = 0
             with torch.no_grad():
@@ -420,7 +436,8 @@ class Stream(Case):
             counters = torch._dynamo.utils.counters
             plain, path, nbytes = made(count=3)
             module = empty(count=3)
-            streaming = vbar.torch.stream(module, path, part_of(nbytes, 2), **OPTIONS)
+            streaming = vbar.torch.stream(
+                module, path, part_of(nbytes, 2), one_graph=True, **OPTIONS)
             with torch.no_grad():
                 wanted = torch.compile(plain, backend="aot_eager")(WORDS)
                 # Layers by themselves: one graph for all of them, whichever weights it is lent.
@@ -447,7 +464,8 @@ class Stream(Case):
                 torch._dynamo.reset()
                 other = empty(count=3)
                 other.layers[1].__class__ = Breaking
-                second = vbar.torch.stream(other, path, device=streaming.device)
+                second = vbar.torch.stream(other, path, device=streaming.device,
+                                       one_graph=True)
                 broken = torch.compile(other, backend="aot_eager")
                 for turn in range(3):
                     same(broken(WORDS), wanted, "broken")
@@ -459,7 +477,8 @@ class Stream(Case):
                 third = copy.deepcopy(plain)
                 compiled = torch.compile(third, backend="aot_eager", fullgraph=True)
                 same(compiled(WORDS), wanted)
-                vbar.torch.stream(third, path, device=streaming.device)
+                vbar.torch.stream(third, path, device=streaming.device,
+                                       one_graph=True)
                 for turn in range(3):
                     same(compiled(WORDS), wanted, "streamed")
                     streaming.device.free_memory()

@@ -26,8 +26,7 @@ if TYPE_CHECKING:
     from ._entries import Entry
     from ._stream import Streaming
 
-#: Versions of PyTorch whose compiler was seen to leave what it is lent alone. With any other one
-#: graphs break at the forwards, which are run as without a compiler.
+#: Versions of PyTorch whose compiler was seen to leave what it is lent alone.
 _SEEN = ((2, 11),)
 
 #: By the number in a loan's key; which graphs hand on, and find nothing when it was unstreamed.

@@ -48,14 +48,18 @@ class StreamError(Error, RuntimeError):
 
 
 @functools.lru_cache(maxsize=None)
-def guarded_types() -> tuple[Any, Any]:
-    """The subclasses of ``torch.nn.Parameter`` and of ``torch.Tensor``; made once, with torch."""
+def guarded_types(lends: bool) -> tuple[Any, Any]:
+    """The subclasses of ``torch.nn.Parameter`` and of ``torch.Tensor``; made once, with torch.
+
+    Args:
+        lends: whether graphs are lent them.
+    """
     import torch
 
-    from ._compiled import may_lend, one_operation
+    from ._compiled import one_operation
 
     kinds: list[Any] = []
-    lends, is_traced = may_lend(torch), torch.compiler.is_dynamo_compiling
+    is_traced = torch.compiler.is_dynamo_compiling
     in_a_graph = one_operation(torch, kinds) if lends else None
 
     def ask(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -94,7 +98,7 @@ def guard(entry: Entry, plain: Any) -> Any:
     """What stands for ``plain`` as long as nobody has pinned the entry."""
     import torch
 
-    parameter, tensor = guarded_types()
+    parameter, tensor = guarded_types(entry.streaming.lends)
     kind = parameter if isinstance(plain, torch.nn.Parameter) else tensor
     made = torch.Tensor._make_subclass(kind, plain, False)
     made._vbar_entry, made._vbar_plain = entry, plain
@@ -184,7 +188,7 @@ def _outside(torch: Any, func: Any, args: Any, kwargs: Any) -> Any:
     plain_args, plain_kwargs = _plain((args, kwargs))
     if name in _QUESTIONS or (name == "__get__" and attribute in _METADATA):
         return func(*plain_args, **plain_kwargs)
-    if name == "untyped_storage" and _is_described():
+    if name == "untyped_storage" and entries[0].loan is not None and _is_described():
         return func(*plain_args, **plain_kwargs)
     _refuse_outlets(name, attribute, args, kwargs, entries)
     entries[0].streaming.refuse_gradients(plain_args, plain_kwargs)

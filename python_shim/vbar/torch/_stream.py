@@ -40,6 +40,7 @@ def stream(
     dtypes: str = "same",
     patch: Mapping[str, Patch | None] | None = None,
     move_kept: bool = True,
+    one_graph: bool = False,
     **options: Any,
 ) -> Streaming:
     """Run a module whose weights are larger than the GPU: they come from the file when needed.
@@ -77,18 +78,20 @@ def stream(
             patched or cast has frames of its own beside the file's, while it is resident.
         move_kept: moves tensors that are not in the file to the device; else they stay where they
             are. Either way they keep their values, and are in :attr:`Streaming.kept`.
+        one_graph: lets ``torch.compile`` of PyTorch 2.11 make one graph of it, as said below.
         **options: as for :class:`vbar.Device` when it is opened here; with ``host_mapped=True``
             what cannot be resident is read over the link instead of :class:`WeightOffloaded`.
 
-    ``torch.compile`` of PyTorch 2.11 makes one graph of it, also with ``fullgraph=True``, before or
-    after this was called: faults are operations of the graph, and the weights that they lend it are
-    pinned until the last kernel that reads them was enqueued, or the graph ends by an exception. An
-    exception that somebody keeps may keep them, by its traceback. With another PyTorch graphs break
-    at the forwards. ``torch.export`` fails.
+    ``torch.compile`` in its default mode compiles what is within each forward; the faults are no
+    part of a graph, so ``fullgraph=True`` is refused by the compiler. With ``one_graph=True`` they
+    are: faults are operations of the graph, and the weights that they lend it are pinned until the
+    last kernel that reads them was enqueued, or the graph ends by an exception. An exception that
+    somebody keeps may keep them, by its traceback. Not for CUDA graphs, which would have a copy of
+    each weight. ``torch.export`` fails.
 
     Raises:
-        StreamError: shapes or types differ, a tensor is on ``meta`` and not in the file, or the
-            module is streamed already. Nothing was changed.
+        StreamError: shapes or types differ, a tensor is on ``meta`` and not in the file, the module
+            is streamed already, or ``one_graph`` with another PyTorch. Nothing was changed.
         FileError, FormatError: as :meth:`vbar.Device.open_model`.
         InvalidArgument: an option is outside what is allowed, or a patch is of no tensor.
     """
@@ -98,6 +101,8 @@ def stream(
         raise InvalidArgument(f"dtypes is {dtypes!r}: same, file or module is expected")
     if any(ATTRIBUTE in child.__dict__ or _ROOT in child.__dict__ for child in module.modules()):
         raise StreamError("the module is streamed already, or a part of it: unstream it first")
+    if one_graph and not may_lend(torch):
+        raise StreamError(f"one_graph is for PyTorch 2.11, and this is {torch.__version__}")
     with contextlib.ExitStack() as undo:
         if device is None:
             device = undo.enter_context(_open(torch, budget, ordinal, options))
@@ -107,7 +112,7 @@ def stream(
             if options or budget != "auto":
                 raise InvalidArgument("budget and options are those of the device that is given")
         opened = undo.enter_context(device.open_model(model))
-        streaming = Streaming(torch, module, device, opened, model)
+        streaming = Streaming(torch, module, device, opened, model, one_graph)
         undo.callback(streaming._close_bar)
         streaming._prepare(dtypes, patch, move_kept)
         streaming._install(owned)
@@ -137,9 +142,17 @@ class Streaming(Unshared):
     """What :func:`stream` made of a module. The module has it, it need not be kept."""
 
     def __init__(
-        self, torch: Any, module: Any, device: Device, model: Model, path: ModelPath
+        self,
+        torch: Any,
+        module: Any,
+        device: Device,
+        model: Model,
+        path: ModelPath,
+        lends: bool,
     ) -> None:
         self._torch = torch
+        #: Whether graphs of the compiler are lent its weights.
+        self.lends = lends
         #: The module.
         self.module = module
         #: Where it is streamed.
@@ -370,7 +383,7 @@ class Streaming(Unshared):
                 self._trainable.append(value)
         self._moved = []
         for entry in self._entries:
-            if may_lend(self._torch):
+            if self.lends:
                 entry.loan = Loan(self._torch, self, [entry], Pinner(self, [entry]).owned)
             entry.put(entry.guarded)
             # Its memory goes, if it had any.

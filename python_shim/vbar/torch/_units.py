@@ -207,8 +207,8 @@ class Unit(Unshared):
         is_grad_enabled = torch.is_grad_enabled
         refuse_gradients = self._streaming.refuse_gradients
         is_traced = torch.compiler.is_dynamo_compiling
-        may_lend = _compiled.may_lend(torch)
-        begin, returned, end = self._lender(torch) if may_lend else (None, None, None)
+        lends = self._streaming.lends
+        begin, returned, end = self._lender(torch) if lends else (None, None, None)
 
         # Without the attributes: by those the compiler would find what it wraps instead of this.
         @functools.wraps(forward, updated=())
@@ -237,7 +237,7 @@ class Unit(Unshared):
                     for values, _, guarded in swaps:
                         values.update(guarded)
 
-        if may_lend:
+        if lends:
             return streamed_forward
         # Of the compiler's graphs this is no part; what is called from here is compiled.
         return torch.compiler.disable(streamed_forward, recursive=False)
