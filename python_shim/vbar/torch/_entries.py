@@ -110,8 +110,9 @@ class Entry:
         if self.is_parameter:
             plain = torch.nn.Parameter(plain, requires_grad=False)
         self.plain, self.guarded = plain, guard(self, plain)
-        # Of a storage of its own: an operation that lends it was given the other.
-        self.lent = self._view(torch, ordinal, self.address, plain.dtype)
+        if self.streaming.lends:
+            # Of a storage of its own: an operation that lends it was given the other.
+            self.lent = self._view(torch, ordinal, self.address, plain.dtype)
 
     def as_parameter(self, torch: Any) -> Any:
         """The ordinary tensor; a buffer's as a parameter of the same memory."""

@@ -325,9 +325,10 @@ class Streaming(Unshared):
             elif isinstance(value, torch.nn.Parameter):
                 moved = torch.nn.Parameter(moved, requires_grad=value.requires_grad)
             self._moved.append((slots, moved))
-        # An ordinary tensor wherever this is called.
-        with torch.inference_mode(False):
-            self.order = torch.empty((1,), dtype=torch.uint8, device=f"cuda:{ordinal}")
+        if self.lends:
+            # An ordinary tensor wherever this is called.
+            with torch.inference_mode(False):
+                self.order = torch.empty((1,), dtype=torch.uint8, device=f"cuda:{ordinal}")
         self._make_units()
 
     def _make_places(self) -> None:
