@@ -43,7 +43,7 @@ cp benches/*.py "$bundle/benches"
 cp -r benches/torch/traces "$bundle/benches/torch"
 cp -r include python_shim "$bundle"
 cp -r tests/python "$bundle/tests"
-cp examples/*.c examples/*.cpp "$bundle/examples"
+cp examples/*.c examples/*.cpp examples/*.py "$bundle/examples"
 cp tests/abi/*.c tests/abi/*.h "$bundle/tests/abi"
 # What the package's own builds and runs leave beside the sources.
 find "$bundle" -name __pycache__ -prune -exec rm -r {} +

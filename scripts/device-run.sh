@@ -5,7 +5,8 @@
 #
 #   MODEL_BYTES=16G BUDGET=8G MODEL=/tmp/vbar-model.safetensors ./device-run.sh [PART...]
 #
-# The parts are suite, programs, python, torch, bench, stream and model; without a name, all of them.
+# The parts are suite, programs, python, torch, examples, bench, stream and model; without a name,
+# all of them. One more has to be named, since it needs two GPUs and fails with fewer: distributed.
 set -uo pipefail
 cd "$(dirname "$0")"
 model_bytes=${MODEL_BYTES:-16G}
@@ -86,7 +87,20 @@ python() {
 torch() {
     step 560 python3 -u tests/python/test_torch_gpu.py
     step 560 python3 -u tests/python/test_torch_stream_gpu.py
+    step 300 python3 -u tests/python/test_torch_memory_gpu.py
     step 200 python3 -u benches/torch_replay.py --tight benches/torch/traces/*.gz
+}
+
+# Models of gigabytes in half of their bytes; what they print is compared with ordinary modules.
+examples() {
+    step 120 python3 -u examples/torch_generate.py
+    step 120 python3 -u examples/torch_generate.py --install
+    step 120 python3 -u examples/torch_sample.py
+}
+
+# NCCL between two processes and within one, a model on two GPUs.
+distributed() {
+    step 560 python3 -u tests/python/test_torch_distributed_gpu.py
 }
 
 bench() {
@@ -95,10 +109,11 @@ bench() {
 }
 
 # A model of 16 GiB through budgets of parts of it, beside plain resident tensors: STREAM has the
-# options of benches/stream.py.
+# options of benches/stream.py, TORCH_STREAM those of benches/torch_stream.py.
 stream() {
     # shellcheck disable=SC2086
     step 560 python3 -u benches/stream.py ${STREAM:-}
+    step 200 python3 -u benches/torch_stream.py ${TORCH_STREAM:---quick}
 }
 
 model() {
@@ -109,12 +124,13 @@ model() {
 }
 
 parts=("$@")
-[ "${#parts[@]}" -gt 0 ] || parts=(suite programs python torch bench stream model)
+[ "${#parts[@]}" -gt 0 ] || parts=(suite programs python torch examples bench stream model)
 for part in "${parts[@]}"; do
     case $part in
-    suite | programs | python | torch | bench | stream | model) ;;
+    suite | programs | python | torch | examples | distributed | bench | stream | model) ;;
     *)
-        echo "== there is no part $part: suite, programs, python, torch, bench, stream, model" >&2
+        echo "== there is no part $part: suite, programs, python, torch, examples, distributed," \
+            "bench, stream, model" >&2
         exit 2
         ;;
     esac

@@ -1,7 +1,7 @@
 //! The Python package against the library that cargo built, on the simulated device.
 //!
 //! Each file of `tests/python` is a test here. Those that need more than Python have a target of
-//! their own: `test_gpu.py` and `test_torch_gpu.py` a GPU, `check_wheel.py` a wheel.
+//! their own: those whose names end with `_gpu.py` one or two GPUs, `check_wheel.py` a wheel.
 
 #![expect(clippy::unwrap_used, reason = "in a test a panic is the report")]
 
@@ -69,6 +69,22 @@ files! {
     test_torch_plug
     test_torch_record
     test_torch_stream
+}
+
+/// Those with PyTorch run on a GPU: here they are read, with the benchmarks.
+#[test]
+fn the_programs_that_need_a_gpu_are_python() {
+    let program = "import ast, sys\nfor path in sys.argv[1:]: ast.parse(open(path).read(), path)";
+    let mut command = Command::new("python3");
+    command.args(["-W", "error", "-c", program]);
+    for folder in ["examples", "benches", "tests/python"] {
+        let files = std::fs::read_dir(root().join(folder)).unwrap();
+        let paths = files.map(|entry| entry.unwrap().path());
+        command.args(paths.filter(|path| path.extension().is_some_and(|kind| kind == "py")));
+    }
+    assert!(command.get_args().count() > 20);
+    let output = command.output().unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
 }
 
 #[test]

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import textwrap
+import time
 import unittest
 
 import vbar
@@ -44,18 +45,40 @@ def open_device(driver=None, **options):
 
 def write_model(path, tensors, metadata=None):
     """Writes a safetensors file: of each tensor its type, its shape and its bytes."""
-    header, data = {}, b""
+    header, pieces, end = {}, [], 0
     for name, (dtype, shape, raw) in tensors.items():
-        offsets = [len(data), len(data) + len(raw)]
-        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": offsets}
-        data += raw
+        begin, end = end, end + len(raw)
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
+        pieces.append(raw)
     if metadata is not None:
         header["__metadata__"] = metadata
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     with open(path, "wb") as file:
-        file.write(struct.pack("<Q", len(text)) + text + data)
+        file.write(struct.pack("<Q", len(text)) + text + b"".join(pieces))
     return path
+
+
+#: Types of PyTorch as safetensors call them.
+_TORCH_NAMES = {
+    "torch.float32": "F32",
+    "torch.bfloat16": "BF16",
+    "torch.float16": "F16",
+    "torch.int64": "I64",
+    "torch.uint8": "U8",
+    "torch.bool": "BOOL",
+}
+
+
+def write_tensors(path, tensors):
+    """Writes a safetensors file of PyTorch's tensors, wherever they are."""
+    told = {}
+    for name, tensor in tensors.items():
+        # As bytes, since not every type is one of NumPy's.
+        one = tensor.detach().contiguous().cpu()
+        raw = ctypes.string_at(one.data_ptr(), one.nbytes) if one.nbytes else b""
+        told[name] = (_TORCH_NAMES[str(tensor.dtype)], tuple(tensor.shape), raw)
+    return write_model(path, told)
 
 
 def pattern(nbytes, seed=1):
@@ -106,10 +129,9 @@ class Sim(vbar.sim.Sim):
 
 def run_program(text, *arguments, **environment):
     """Runs a program with this interpreter; its exit code, output and error output."""
-    path = os.pathsep.join([str(pathlib.Path(__file__).parent), *sys.path])
     done = subprocess.run(
-        [sys.executable, "-X", "faulthandler", "-c", textwrap.dedent(text), *map(str, arguments)],
-        env={**os.environ, "PYTHONPATH": path, **environment},
+        _command(textwrap.dedent(text), arguments),
+        env=_environment(environment),
         capture_output=True,
         text=True,
         timeout=120,
@@ -122,3 +144,61 @@ def check_program(case, text, *arguments, **environment):
     code, output, errors = run_program(text, *arguments, **environment)
     case.assertEqual((code, errors), (0, ""), output)
     return output
+
+
+def run(program, *arguments, seconds=200, **environment):
+    """Runs a program; how it ended and what it printed, both outputs in their order."""
+    done = subprocess.run(
+        _command(program, arguments),
+        env=_environment(environment),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=seconds,
+    )
+    return done.returncode, done.stdout
+
+
+def run_together(program, lists_of_arguments, seconds=200, **environment):
+    """Runs a program several times at once; of each how it ended and what it printed.
+
+    When one of them fails the others, which may wait for it for ever, are given a few seconds.
+    """
+    with contextlib.ExitStack() as stack:
+        started = []
+        for arguments in lists_of_arguments:
+            printed = stack.enter_context(tempfile.TemporaryFile())
+            process = subprocess.Popen(
+                _command(program, arguments),
+                env=_environment(environment),
+                stdout=printed,
+                stderr=subprocess.STDOUT,
+            )
+            stack.callback(_end, process)
+            started.append((process, printed))
+        limit = time.monotonic() + seconds
+        while any(process.poll() is None for process, _ in started) and time.monotonic() < limit:
+            if any(process.returncode for process, _ in started):
+                limit = min(limit, time.monotonic() + 5)
+            time.sleep(0.05)
+        results = []
+        for process, printed in started:
+            _end(process)
+            printed.seek(0)
+            results.append((process.returncode, printed.read().decode(errors="replace")))
+        return results
+
+
+def _end(process):
+    if process.poll() is None:
+        process.kill()
+        process.wait()
+
+
+def _command(program, arguments):
+    return [sys.executable, "-X", "faulthandler", "-c", program, *map(str, arguments)]
+
+
+def _environment(changes):
+    path = os.pathsep.join([str(pathlib.Path(__file__).parent), *sys.path])
+    return {**os.environ, "PYTHONPATH": path, **changes}

@@ -6,19 +6,20 @@ Fails where there is no GPU or no torch: it is run on purpose, on a machine that
 
 Each test is a process of its own, since an allocator is for ever; what it printed is shown when it
 fails. Numbers in brackets are those of the list of tests that an allocator of PyTorch's has to pass:
-all of 1 to 18 are here. VBAR_TEST_OPS=all compares every operator instead of a part of them.
+all of 1 to 18 are here but 15, which needs two GPUs: test_torch_distributed_gpu.py has it.
+VBAR_TEST_OPS=all compares every operator instead of a part of them.
 """
 
 import json
 import os
 import pathlib
-import subprocess
 import sys
 import tempfile
 import textwrap
 import unittest
 
 import torch
+from support import run
 
 START = """
     import ctypes, gc, os, random, sys, threading, warnings
@@ -51,20 +52,6 @@ START = """
 INSTALLED = textwrap.dedent(START) + textwrap.dedent("""
     vbar.torch.install(headroom="1G")
 """)
-
-
-def run(program, *arguments, seconds=200, **environment):
-    """Runs a program; how it ended and what it printed, both outputs in their order."""
-    path = os.pathsep.join([str(pathlib.Path(__file__).parent), *sys.path])
-    done = subprocess.run(
-        [sys.executable, "-X", "faulthandler", "-c", program, *map(str, arguments)],
-        env={**os.environ, "PYTHONPATH": path, **environment},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=seconds,
-    )
-    return done.returncode, done.stdout
 
 
 class Case(unittest.TestCase):
@@ -189,24 +176,6 @@ class Requests(Case):
             library.vbar_torch_free(other.data_ptr(), MIB, 0, 0)
             assert seen("unknown_free_count") == 4
             assert torch.cuda.memory_allocated() == before and int(tensor[0]) == 7
-        """)
-
-    def test_15_two_gpus(self):
-        if torch.cuda.device_count() < 2:
-            self.skipTest("one GPU")
-        self.check("""
-            for turn in range(20):
-                first = torch.randn(1 << 20, device="cuda:0")
-                second = first.to("cuda:1")
-                back = second.to("cuda:0")
-                same(back, first, "there and back")
-                def drop():
-                    with torch.cuda.device(0):
-                        second.data = torch.empty(0, device="cuda:1")
-                drop()
-            assert torch.cuda.memory_allocated(1) >= 0
-            refused(torch.OutOfMemoryError, "GPU 1 has", torch.empty, 1 << 42, dtype=torch.uint8,
-                    device="cuda:1")
         """)
 
 

@@ -4,6 +4,7 @@ Each test is a process of its own: an allocator is for ever. Needs ``c++``, whic
 libraries; without, the tests say so and are skipped.
 """
 
+import itertools
 import os
 import pathlib
 import shutil
@@ -394,6 +395,17 @@ class Compatible(Case):
             assert torch.backends.cudnn.benchmark is False
         """, start=START)
 
+    def test_nccl_shares_no_memory_of_graphs(self):
+        program = """
+            import os, subprocess, sys
+            found = "import os; print(os.environ['NCCL_GRAPH_REGISTER'])"
+            # As C's getenv has it, which a child inherits.
+            child = subprocess.run([sys.executable, "-c", found], capture_output=True, text=True)
+            print(child.stdout.strip())
+        """
+        self.assertEqual(self.check(program), "0\n")
+        self.assertEqual(self.check(program, NCCL_GRAPH_REGISTER="1"), "1\n")
+
     def test_graphs_of_compiled_functions_are_no_trees(self):
         self.check("""
             import torch._inductor.config
@@ -476,6 +488,33 @@ class Example(unittest.TestCase):
 
 
 class Ends(Case):
+    def test_scenario_50_the_allocator_outlives_whoever_drops_what(self):
+        # In every order, with what is dropped last left to the end of the interpreter, too.
+        for order in itertools.permutations(("tensors", "pool", "allocator")):
+            for count in (1, 2, 3):
+                with self.subTest(order=order, count=count):
+                    self.check(f"""
+                        import sys, weakref
+                        pool = vbar.torch.mem_pool(**OPTIONS)
+                        made = vbar.torch._pool._made.pop()
+                        sent = [made.malloc(size, 0, 0) for size in (4 * MIB, 2 * MIB)]
+                        assert all(sent)
+                        class Tensors:
+                            # They free their memory when they go, through what PyTorch kept.
+                            def __init__(self, allocator): self.allocator = allocator
+                            def __del__(self):
+                                while sent: self.allocator.free(sent.pop(), 0, 0, 0)
+                        alive = weakref.ref(made)
+                        held = dict(tensors=Tensors(made), pool=pool, allocator=made)
+                        del pool, made
+                        for name in {order[:count]!r}:
+                            del held[name]
+                            gc.collect()
+                            assert alive() is not None, "PyTorch calls it when tensors are freed"
+                        sys.kept = held
+                        del held
+                    """, start=START)
+
     def test_the_interpreter_ends_with_tensors_alive(self):
         self.check("""
             import builtins, sys

@@ -19,6 +19,8 @@ What :func:`install` changes in PyTorch, beside its allocator, and why:
   own allocator for its largest free block and fails.
 * ``torch.compile(mode="reduce-overhead")`` captures graphs without sharing their memory in trees
   (``torch._inductor.config.triton.cudagraph_trees = False``), which other allocators cannot do.
+* The variable ``NCCL_GRAPH_REGISTER`` is set to 0 unless it is set: NCCL does not try to share what
+  a captured collective uses with the other processes, which vbar's memory is not made for.
 
 What does not work with any allocator but PyTorch's own: ``torch.cuda.MemPool`` (see
 :func:`mem_pool` for the other way round), CUDA IPC (``torch.multiprocessing`` queues of CUDA

@@ -1,11 +1,13 @@
 """What in PyTorch asks its own allocator, past every hook, and how it is kept from that.
 
 ``cudnn.benchmark`` looks for the largest free block, trees of CUDA graphs for checkpoints of pools;
-both raise with any other allocator in the middle of a model.
+both raise with any other allocator in the middle of a model. NCCL wants to share with the other
+processes what a captured graph gives it; our frames cannot be shared, so that it would only try.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 import warnings
 from typing import Any, Callable
@@ -20,6 +22,8 @@ def install(torch: Any) -> None:
     """Once, after vbar became the allocator."""
     _keep_benchmark_off(torch)
     _without_trees()
+    # NCCL reads it when its first communicator is made. Who set it knows why.
+    os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
 
 
 def _keep_benchmark_off(torch: Any) -> None:
