@@ -29,7 +29,7 @@ use vbar::torch::{Allocator, OutOfMemory};
 use vbar::units::{MIB, PageSize, Stream};
 use vbar::{Runtime, RuntimeOptions};
 
-#[path = "torch/trace.rs"]
+#[path = "torch_traces/trace.rs"]
 mod trace;
 
 type Outcome<T> = Result<T, Box<dyn std::error::Error + Send + Sync>>;
@@ -54,7 +54,7 @@ fn traces() -> Outcome<()> {
         ("training".to_owned(), trace::training(7)),
         ("sampling".to_owned(), trace::sampling(7)),
     ];
-    let recorded = Path::new(env!("CARGO_MANIFEST_DIR")).join("benches/torch/traces");
+    let recorded = Path::new(env!("CARGO_MANIFEST_DIR")).join("benches/torch_traces/traces");
     let mut paths = ["training.txt.gz", "sampling.txt.gz"].map(|name| recorded.join(name)).to_vec();
     paths.extend(std::env::var_os("VBAR_BENCH_TRACE").map(PathBuf::from));
     for path in paths {

@@ -16,14 +16,15 @@ with vbar.torch.device(0) as device, device.open_model(sys.argv[1]) as model:
         with model.fault(name) as weight:
             if weight:
                 pass  # use(torch.from_dlpack(weight.view())): it is resident, with no copy
-    print(f"{device.statistics().used_bytes >> 20} MiB of weights stay where they are")
+    print(f"{device.statistics().used_bytes >> 20} MiB are in frames, weights all of them")
 
-    # More than the weights left free: they are evicted, and come back when they are used again.
+    # Should that be more than the weights left free, as many of them as it takes are evicted; they
+    # come back when they are used again.
     _, total = torch.cuda.mem_get_info()
     activations = torch.empty(total // 4, dtype=torch.uint8, device="cuda")
     print(f"{torch.cuda.memory_allocated() >> 20} MiB in a tensor")
 
-    # What can not be had is PyTorch's own exception, and the program goes on.
+    # What cannot be had is PyTorch's own exception, and the program goes on.
     try:
         torch.empty(2 * total, dtype=torch.uint8, device="cuda")
     except torch.OutOfMemoryError as error:

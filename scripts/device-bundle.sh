@@ -38,9 +38,9 @@ cp "$target/release/libvbar.so" "$bundle/lib/libvbar.so"
 (cd "$bundle" && strip device faults c_abi engine-rust smallest-rust own-weights-rust vbar \
     lib/libvbar.so*)
 
-mkdir -p "$bundle"/{examples,benches/torch,tests/abi}
+mkdir -p "$bundle"/{examples,benches/torch_traces,tests/abi}
 cp benches/*.py "$bundle/benches"
-cp -r benches/torch/traces "$bundle/benches/torch"
+cp -r benches/torch_traces/traces "$bundle/benches/torch_traces"
 cp -r include python_shim "$bundle"
 cp -r tests/python "$bundle/tests"
 cp examples/*.c examples/*.cpp examples/*.py "$bundle/examples"

@@ -88,7 +88,7 @@ torch() {
     step 560 python3 -u tests/python/test_torch_gpu.py
     step 560 python3 -u tests/python/test_torch_stream_gpu.py
     step 300 python3 -u tests/python/test_torch_memory_gpu.py
-    step 200 python3 -u benches/torch_replay.py --tight benches/torch/traces/*.gz
+    step 200 python3 -u benches/torch_replay.py --tight benches/torch_traces/traces/*.gz
 }
 
 # Models of gigabytes in half of their bytes; what they print is compared with ordinary modules.

@@ -68,7 +68,7 @@ fn without_verification_it_still_streams() {
     check_run(&report, 2);
     assert_eq!(number(&report, "page_bytes"), 128 << 10);
     // Without virtual memory management there is nothing to stream to.
-    let report = json(0, &["run", text(&path), "--json", "--device", "sim:vmm=0"]);
+    let report = json(1, &["run", text(&path), "--json", "--device", "sim:vmm=0"]);
     assert_eq!(number(&report["passes"][0], "refilled"), 0);
     assert!(report["warning"].as_str().unwrap().contains("no virtual memory management"));
     let report = json(3, &["run", text(&path), "--json", "--verify", "--device", "sim:vmm=0"]);
@@ -83,7 +83,9 @@ fn a_budget_in_which_nothing_fits_is_told() {
     let arguments = ["run", text(&path), "--device", SIM, "--passes", "1"];
     let shown = output(&[&arguments[..], &["--budget", "4K"]].concat());
     let lines = String::from_utf8(shown.stdout).unwrap();
-    assert_eq!(shown.status.code(), Some(0), "{lines}");
+    assert_eq!(shown.status.code(), Some(1), "{lines}");
+    assert!(lines.contains("FAILED: no tensor was ever resident"), "{lines}");
+    assert!(!lines.contains("mismatches"), "{lines}");
     let (_, least) = lines.split_once("nothing fitted: raise --budget (at least ").expect(&lines);
     assert!(!lines.contains("MB/s"), "{lines}");
     let least = least.split_once(')').unwrap().0;
@@ -162,7 +164,8 @@ fn what_stands_in_the_way_is_told() {
         ("sim:capacity=64M,granularity=64K,address_space=1M", "has no addresses left"),
         ("sim:capacity=64M,granularity=64K,mappings=0", "allows no more mappings"),
     ] {
-        let told = json(0, &[&arguments[..], &["--json", "--device", device]].concat());
+        let told = json(1, &[&arguments[..], &["--json", "--device", device]].concat());
+        assert_eq!(told["ok"], false);
         let warning = told["warning"].as_str().unwrap();
         assert!(warning.starts_with("nothing fitted: ") && warning.contains(why), "{warning}");
     }

@@ -11,7 +11,7 @@ use crate::torch::{Random, Torch};
 use crate::world::{DEVICE, P, World, options};
 use trace::Event;
 
-#[path = "../../benches/torch/trace.rs"]
+#[path = "../../benches/torch_traces/trace.rs"]
 mod trace;
 
 type Outcome<T> = Result<T, Box<dyn std::error::Error + Send + Sync>>;
@@ -174,7 +174,8 @@ fn programs_hold_little_more_than_they_have_live() {
 #[test]
 fn recorded_programs_hold_little_more_than_they_have_live() {
     for name in ["training", "sampling"] {
-        let path = format!("{}/benches/torch/traces/{name}.txt.gz", env!("CARGO_MANIFEST_DIR"));
+        let path =
+            format!("{}/benches/torch_traces/traces/{name}.txt.gz", env!("CARGO_MANIFEST_DIR"));
         let events = trace::parse(&trace::read(std::path::Path::new(&path)).unwrap()).unwrap();
         let found = utilisation(&events);
         assert!(found >= 0.95, "{name}: {found}");

@@ -224,7 +224,7 @@ fn stream(
         screen.begin(number, pass_count, bar.model().tensors().len());
         let counted = course.pass(verifier.as_mut(), || half.between_halves(number, screen))?;
         let report = PassReport::from(counted);
-        screen.end(&format!("pass {}/{pass_count}", number + 1), &report.line());
+        screen.end(&format!("pass {}/{pass_count}", number + 1), &report.line(verifier.is_some()));
         passes.push(report);
     }
     let (verifier, budget_changes) = (verifier.as_ref(), half.changes.take());

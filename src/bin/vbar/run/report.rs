@@ -147,18 +147,21 @@ impl From<Counted> for PassReport {
 }
 
 impl PassReport {
-    /// One line of the table; without a rate where nothing was resident.
-    pub(super) fn line(&self) -> String {
+    /// One line of the table; without a rate where nothing was resident, and without a count of
+    /// wrong tensors where nobody looked.
+    pub(super) fn line(&self, verified: bool) -> String {
         let Self { ms, resident, refilled, offloaded, bytes_copied, mismatches, .. } = self;
         let (hits, pages_ahead) = (100.0 * self.hit_rate, self.pages_ahead);
         let rate = match self.bytes_resident {
             0 => String::new(),
             _ => rate(*bytes_copied, *ms),
         };
+        let mismatches =
+            if verified { format!("  mismatches {mismatches}") } else { String::new() };
         format!(
             "{ms:>9.1} ms  resident {resident:>5}  refilled {refilled:>5}  offloaded \
              {offloaded:>5}  hits {hits:>5.1} %  ahead {pages_ahead:>5}  copied {:>10}  \
-             {rate:>12}  mismatches {mismatches}",
+             {rate:>12}{mismatches}",
             format_bytes(*bytes_copied),
         )
     }
@@ -187,7 +190,10 @@ impl Report {
             peak_device_bytes: statistics.memory.peak_bytes,
             peak_locked_bytes: statistics.locked_bytes + verifier.map_or(0, Verifier::locked_bytes),
             verified: verifier.is_some(),
-            ok: passes.iter().all(|pass| pass.mismatches == 0),
+            ok: passes.iter().all(|pass| pass.mismatches == 0)
+                && (verifier.is_some()
+                    || model.total_bytes() == 0
+                    || sum(|pass| pass.bytes_resident) > 0),
             budget_changes,
             evicted_pages: statistics.pages_evicted,
             refusals: refusals.collect(),
@@ -249,6 +255,7 @@ impl Report {
         output.line(match (self.verified, self.ok) {
             (true, true) => "ok: every tensor of every pass was verified on the device".to_owned(),
             (false, true) => "ok (bytes were not verified: see --verify)".to_owned(),
+            _ if mismatches == 0 => "FAILED: no tensor was ever resident".to_owned(),
             _ => format!("FAILED: {mismatches} tensors had other bytes than the file"),
         });
     }
