@@ -55,20 +55,17 @@ impl Allocator {
     }
 
     fn try_release(&self, count: u64, which: Which, to: GiveTo) -> Result<u64> {
-        let taken = {
-            let mut core = self.core.lock();
-            if core.pages.empty_count() == 0 && core.pages.used() == 0 {
-                return Ok(0);
-            }
-            core.take_empty(count, which, &self.pager.device.fences)
-        };
-        match taken.len() {
-            0 => Ok(0),
-            taken_count => {
-                self.pager.give_back(&self.arena, taken, to)?;
-                Ok(taken_count as u64)
-            }
+        if self.core.lock().pages.mapped() == 0 {
+            return Ok(0);
         }
+        let mut count_taken = 0;
+        let take = || {
+            let taken = self.core.lock().take_empty(count, which, &self.pager.device.fences);
+            count_taken = taken.len() as u64;
+            taken
+        };
+        self.pager.give_back(&self.arena, take, to)?;
+        Ok(count_taken)
     }
 
     /// Gives all cached pages back to the driver, and the frames that no page has. Waits for the

@@ -78,15 +78,26 @@ impl Pager {
     }
 
     /// Takes pages of an arena back, which are pinned once each, by the fault that made them
-    /// resident. Returns how many frames can be had now, in stream order or at once.
+    /// resident. `take` says which, once nothing can keep them from going: its allocator knows
+    /// nothing of them any more. Returns how many frames can be had now, in stream order or at
+    /// once.
     ///
     /// # Errors
     /// `TimedOut` and `Cancelled` of waiting for users, `DeviceLost`, `ProcessEnding`, and what the
-    /// driver says. The pages go all the same, when their users have passed.
-    pub fn give_back(&self, arena: &Arc<Bar>, pages: Vec<Returned>, to: GiveTo) -> Result<u32> {
+    /// driver says. Pages that were taken go all the same, when their users have passed.
+    pub fn give_back(
+        &self,
+        arena: &Arc<Bar>,
+        take: impl FnOnce() -> Vec<Returned>,
+        to: GiveTo,
+    ) -> Result<u32> {
         self.device.check()?;
-        // Before the tables change: what was taken out of them must be carried through.
+        // Before any table changes: what was taken out of them must be carried through.
         let _scope = self.device.enter()?;
+        let pages = take();
+        if pages.is_empty() {
+            return Ok(0);
+        }
         let (taken, parting) = {
             let mut state = self.state.lock();
             let mut taken: Taken = Vec::with_capacity(pages.len());

@@ -1,0 +1,219 @@
+//! PyTorch's allocator at the edges: pages of every size, absurd requests, few addresses, threads
+//! whose frames move, forks in the middle of a record.
+
+use std::cell::RefCell;
+use std::time::Duration;
+
+use vbar::driver::Driver;
+use vbar::options::{Eviction, RuntimeOptions};
+use vbar::torch::Freed;
+use vbar::units::{DeviceAddress, KIB, MIB, PageSize, Stream};
+
+use crate::forked::in_child;
+use crate::torch::{Random, Torch, check_books};
+use crate::world::{P, ROOMY, World, options, pattern_sum};
+
+#[test]
+fn pages_of_every_size_serve_blocks_of_every_size() {
+    for shift in [12u32, 13, 15, 16, 20, 21, 22, 25, 27, 29] {
+        let page = 1u64 << shift;
+        let page_size = PageSize::new(page).unwrap();
+        let granularity = page.min(2 * MIB) / KIB;
+        let capacity = (page * 24).max(64 * MIB);
+        let world = World::with(
+            &format!("capacity={capacity},granularity={granularity}K"),
+            RuntimeOptions { page_size, ..options() },
+        );
+        let allocator = world.runtime.torch_allocator().unwrap();
+        let (one, two) = (world.stream, world.another_stream());
+        let mut sizes = vec![1, 511, 512, 513, 4096, 4097, 33 * KIB, MIB, MIB + 1];
+        for near in [page / 128, page / 64, page / 2, page, 2 * page, 5 * page] {
+            sizes.extend([near - 1, near, near + 1]);
+        }
+        sizes.retain(|bytes| *bytes > 0 && *bytes < capacity / 3);
+        for round in 0..3 {
+            let mut live = Vec::new();
+            for (index, bytes) in sizes.iter().enumerate() {
+                let stream = if index % 3 == round { two } else { one };
+                let block = allocator.malloc(*bytes as usize, stream).unwrap();
+                let (first, written) = (DeviceAddress(block), bytes.next_multiple_of(8).min(P));
+                world.write(first, written, *bytes, stream);
+                assert_eq!(allocator.base_of(block + bytes / 2).unwrap().0, block, "{page}");
+                live.push(block);
+                if index % 2 == round % 2 {
+                    assert_eq!(allocator.free(live.swap_remove(index / 2)), Freed::Cached);
+                }
+            }
+            check_books(&allocator);
+            for block in live {
+                assert_eq!(allocator.free(block), Freed::Cached);
+            }
+            if round == 1 {
+                allocator.empty_cache().unwrap();
+                assert_eq!(allocator.statistics().reserved_bytes.all.current, 0, "{page}");
+            }
+        }
+        for absurd in [usize::MAX, usize::MAX - 511, isize::MAX as usize, 1 << 62, 1 << 45, 1 << 40]
+        {
+            assert!(allocator.malloc(absurd, one).unwrap_err().is_memory(), "{absurd:#x}");
+            assert_eq!(allocator.segment_malloc(absurd, one), None, "{absurd:#x}");
+        }
+        allocator.empty_cache().unwrap();
+        check_books(&allocator);
+        assert_eq!(allocator.statistics().reserved_bytes.all.current, 0, "{page}");
+        assert_eq!(world.sim.violations(), Vec::<String>::new());
+    }
+}
+
+/// An arena that is hardly larger than the blocks: what has moved gives its addresses back.
+#[test]
+fn few_addresses_serve_what_fits_them() {
+    for eviction in [Eviction::Aliasing, Eviction::Strict] {
+        let options = RuntimeOptions { eviction, ..options() };
+        let torch =
+            Torch::of(World::with("capacity=64M,granularity=64K,address_space=5M", options));
+        let mut random = Random(5);
+        let mut most = 64;
+        while torch.allocator.malloc((most * P) as usize, torch.world.stream).is_err() {
+            most -= 1;
+        }
+        assert!(most >= 16, "an arena of {most} pages");
+        let torch = Torch::of(World::with(
+            "capacity=64M,granularity=64K,address_space=5M",
+            RuntimeOptions { eviction, ..crate::world::options() },
+        ));
+        let (one, two) = (torch.world.stream, torch.world.another_stream());
+        for round in 0..400u64 {
+            let bytes = (1 + random.below(most)) * P - 512 * (round % 2);
+            let stream = if round % 3 == 0 { two } else { one };
+            let block = torch.malloc_on(bytes, stream);
+            torch.write(block, bytes, round, stream);
+            torch.allocator.free(block);
+            if round % 50 == 0 {
+                torch.check();
+            }
+        }
+    }
+}
+
+/// Threads with large blocks, whose frames move between them and weights.
+#[test]
+fn threads_whose_frames_move_never_see_others_bytes() {
+    for eviction in [Eviction::Aliasing, Eviction::Strict] {
+        let torch = Torch::of(World::with(ROOMY, RuntimeOptions { eviction, ..options() }));
+        let context = Some(torch.world.runtime.device().context);
+        let weights = torch.world.vbar(64);
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                torch.world.sim.ctx_set_current(context).unwrap();
+                for round in 0..150 {
+                    let budget = (500 + round * 37 % 400) * P;
+                    torch.world.runtime.set_budget(Some(budget)).unwrap();
+                    weights.prioritise().unwrap();
+                    let _ = torch.world.touch(&weights, round % 60..round % 60 + 4);
+                }
+            });
+            for thread in 0..4u64 {
+                let torch = &torch;
+                scope.spawn(move || {
+                    torch.world.sim.ctx_set_current(context).unwrap();
+                    let stream = torch.world.another_stream();
+                    let target = torch.world.scratch();
+                    let (mut random, mut expected) = (Random(thread + 1), 0u64);
+                    let mut own: Vec<(u64, u64, u64, bool)> = Vec::new();
+                    for round in 0..300 {
+                        if round % 8 == 0 {
+                            for _ in 0..400 {
+                                let asked = torch.allocator.malloc(20 * P as usize, stream);
+                                let Ok(block) = asked else { break };
+                                torch.allocator.free(block);
+                            }
+                        }
+                        if random.below(3) > 0 || own.is_empty() {
+                            let bytes = match random.below(4) {
+                                0 => 8 + random.below(P) / 8 * 8,
+                                _ => 8 + random.below(50 * P) / 8 * 8,
+                            };
+                            let is_segment = random.below(9) == 0;
+                            let block = match is_segment {
+                                true => torch.allocator.segment_malloc(bytes as usize, stream),
+                                false => torch.allocator.malloc(bytes as usize, stream).ok(),
+                            };
+                            let Some(block) = block else { continue };
+                            let seed = thread << 32 | round;
+                            torch.write(block, bytes, seed, stream);
+                            own.push((block, bytes, seed, is_segment));
+                        }
+                        if own.len() > 6 || random.below(2) == 0 {
+                            let at = random.below(own.len() as u64) as usize;
+                            let (block, bytes, seed, is_segment) = own.swap_remove(at);
+                            let source = DeviceAddress(block);
+                            torch.world.sum(source, bytes, target, Duration::ZERO, stream);
+                            expected = expected.wrapping_add(pattern_sum(bytes, seed));
+                            let freed = match is_segment {
+                                true => torch.allocator.segment_free(block),
+                                false => torch.allocator.free(block),
+                            };
+                            assert_ne!(freed, Freed::Unknown);
+                        }
+                        if random.below(64) == 0 {
+                            torch.allocator.empty_cache().unwrap();
+                        }
+                    }
+                    assert_eq!(torch.world.word(target, stream), expected, "thread {thread}");
+                    for (block, _, _, is_segment) in own {
+                        let _ = match is_segment {
+                            true => torch.allocator.segment_free(block),
+                            false => torch.allocator.free(block),
+                        };
+                    }
+                });
+            }
+        });
+        torch.allocator.empty_cache().unwrap();
+        assert_eq!((torch.reserved(), torch.allocator.statistics().unknown_free), (0, 0));
+        torch.check();
+    }
+}
+
+/// The child has the parent's buffer and its place in the file: it writes neither.
+#[test]
+fn a_forked_child_writes_nothing_to_a_record() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("trace.txt");
+    let torch = RefCell::new(Some(Torch::budget(8)));
+    {
+        let held = torch.borrow();
+        let torch = held.as_ref().unwrap();
+        torch.allocator.start_recording(&path).unwrap();
+        (0..5).for_each(|_| assert_eq!(torch.allocator.free(torch.malloc(700)), Freed::Cached));
+    }
+    assert!(in_child(|| {
+        let torch = torch.borrow_mut().take().unwrap();
+        let refused = torch.allocator.stop_recording().is_err();
+        torch.allocator.record_stream(4096, Stream::DEFAULT);
+        let Torch { world, allocator, .. } = torch;
+        drop(allocator);
+        // The simulated device is the parent's, with its threads.
+        std::mem::forget(world.sim);
+        drop(world.runtime);
+        refused && std::fs::metadata(&path).unwrap().len() == 0
+    }));
+    let torch = torch.take().unwrap();
+    torch.allocator.free(torch.malloc(700));
+    let count = torch.allocator.stop_recording().unwrap();
+    assert_eq!(count, 12);
+    assert_eq!(std::fs::read_to_string(&path).unwrap().lines().count(), 12);
+}
+
+/// What is recorded when its allocator goes is in the file.
+#[test]
+fn a_record_is_whole_when_its_device_is_closed() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("trace.txt");
+    let torch = Torch::budget(8);
+    torch.allocator.start_recording(&path).unwrap();
+    torch.allocator.free(torch.malloc(700));
+    torch.check_shut();
+    assert_eq!(std::fs::read_to_string(&path).unwrap().lines().count(), 2);
+}
