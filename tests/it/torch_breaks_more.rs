@@ -2,16 +2,21 @@
 //! whose frames move, forks in the middle of a record.
 
 use std::cell::RefCell;
+use std::collections::BTreeSet;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
-use vbar::driver::Driver;
+use vbar::driver::sim::Verb;
+use vbar::driver::{Driver, DriverCode};
 use vbar::options::{Eviction, RuntimeOptions};
-use vbar::torch::Freed;
+use vbar::torch::{Freed, PoolId};
 use vbar::units::{DeviceAddress, KIB, MIB, PageSize, Stream};
 
 use crate::forked::in_child;
 use crate::torch::{Random, Torch, check_books};
-use crate::world::{P, ROOMY, World, options, pattern_sum};
+use crate::torch_traces::trace::{self, Event};
+use crate::world::{DEVICE, P, ROOMY, World, options, pattern_sum};
 
 #[test]
 fn pages_of_every_size_serve_blocks_of_every_size() {
@@ -216,4 +221,170 @@ fn a_record_is_whole_when_its_device_is_closed() {
     torch.allocator.free(torch.malloc(700));
     torch.check_shut();
     assert_eq!(std::fs::read_to_string(&path).unwrap().lines().count(), 2);
+}
+
+/// Pools that any request may come from are begun, ended and released while threads ask, free what
+/// others free too, and are recorded on and off.
+#[test]
+fn threads_in_pools_that_come_and_go_free_each_block_once() {
+    let torch = Torch::of(World::with(ROOMY, options()));
+    let folder = tempfile::tempdir().unwrap();
+    let context = Some(torch.world.runtime.device().context);
+    let done = AtomicBool::new(false);
+    let shared = Mutex::new(Vec::new());
+    let (asked, freed) = (AtomicU64::new(0), AtomicU64::new(0));
+    std::thread::scope(|scope| {
+        let (torch, done, shared) = (&torch, &done, &shared);
+        let (asked, freed) = (&asked, &freed);
+        let pools = scope.spawn(move || {
+            torch.world.sim.ctx_set_current(context).unwrap();
+            let mut number = 0;
+            while !done.load(Ordering::Relaxed) {
+                number += 1;
+                let id = PoolId(number % 5, 7);
+                torch.allocator.begin_pool(id, Box::new(|_| true));
+                std::thread::yield_now();
+                torch.allocator.end_pool(id);
+                torch.allocator.release_pool(id);
+                if number % 7 == 0 {
+                    torch.allocator.empty_cache().unwrap();
+                }
+            }
+        });
+        let records = scope.spawn(move || {
+            let mut number = 0;
+            while !done.load(Ordering::Relaxed) {
+                number += 1;
+                let path = folder.path().join(format!("{number}.txt"));
+                torch.allocator.start_recording(&path).unwrap();
+                std::thread::sleep(Duration::from_millis(1));
+                let count = torch.allocator.stop_recording().unwrap();
+                let events = trace::parse(&std::fs::read_to_string(&path).unwrap()).unwrap();
+                assert_eq!(events.len() as u64, count);
+                let (mut live, mut seen) = (BTreeSet::new(), BTreeSet::new());
+                for event in &events {
+                    match event {
+                        Event::Malloc { id, .. } => assert!(live.insert(*id) && seen.insert(*id)),
+                        Event::Free { id } => assert!(live.remove(id), "{id} is not live"),
+                        Event::Record { id, .. } => assert!(live.contains(id)),
+                    }
+                }
+                std::fs::remove_file(&path).unwrap();
+            }
+        });
+        let workers: Vec<_> = (0..4u64)
+            .map(|thread| {
+                scope.spawn(move || {
+                    torch.world.sim.ctx_set_current(context).unwrap();
+                    let stream = torch.world.another_stream();
+                    let mut random = Random(thread + 11);
+                    for _ in 0..1500 {
+                        let most = [4 * KIB, P, 4 * P][random.below(3) as usize];
+                        let bytes = 8 + random.below(most);
+                        let Ok(block) = torch.allocator.malloc(bytes as usize, stream) else {
+                            continue;
+                        };
+                        asked.fetch_add(1, Ordering::Relaxed);
+                        shared.lock().unwrap().push(block);
+                        let other = {
+                            let mut shared = shared.lock().unwrap();
+                            let at = random.below(shared.len() as u64) as usize;
+                            // At times it stays, and somebody frees it once more.
+                            match random.below(8) {
+                                0 => shared[at],
+                                _ => shared.swap_remove(at),
+                            }
+                        };
+                        if random.below(3) == 0 {
+                            torch.allocator.record_stream(other, stream);
+                        }
+                        if torch.allocator.free(other) != Freed::Unknown {
+                            freed.fetch_add(1, Ordering::Relaxed);
+                        }
+                    }
+                })
+            })
+            .collect();
+        let ended: Vec<_> = workers.into_iter().map(|worker| worker.join()).collect();
+        done.store(true, Ordering::Relaxed);
+        pools.join().unwrap();
+        records.join().unwrap();
+        ended.into_iter().for_each(|ended| ended.unwrap());
+    });
+    for block in shared.into_inner().unwrap() {
+        if torch.allocator.free(block) != Freed::Unknown {
+            freed.fetch_add(1, Ordering::Relaxed);
+        }
+    }
+    assert_eq!(asked.into_inner(), freed.into_inner());
+    torch.allocator.empty_cache().unwrap();
+    assert_eq!(torch.reserved(), 0);
+    torch.check();
+}
+
+/// Without virtual memory: the books are those of the driver's own allocations, whatever fails.
+#[test]
+fn a_device_without_mappings_keeps_its_books() {
+    for seed in 1..=6 {
+        let world = World::with("capacity=16M,granularity=64K,vmm=0", options());
+        let allocator = world.runtime.torch_allocator().unwrap();
+        let streams = [world.stream, world.another_stream(), Stream::DEFAULT];
+        let mut random = Random(seed * 77);
+        let (mut live, mut pools) = (Vec::new(), 0);
+        for round in 0..1500u64 {
+            if random.below(20) == 0 {
+                let verbs = [Verb::MemAlloc, Verb::MemFree, Verb::CtxSynchronize, Verb::MemGetInfo];
+                let verb = verbs[random.below(4) as usize];
+                let codes = [DriverCode::OUT_OF_MEMORY, DriverCode::INVALID_VALUE];
+                world.sim.fail_nth(verb, 1 + random.below(2), codes[random.below(2) as usize]);
+            }
+            let stream = streams[random.below(3) as usize];
+            match random.below(40) {
+                0..=19 => {
+                    let most = [4 * KIB, 200 * KIB, 3 * MIB][random.below(3) as usize];
+                    let bytes = 8 + random.below(most) / 8 * 8;
+                    if let Ok(block) = allocator.malloc(bytes as usize, stream) {
+                        world.write(DeviceAddress(block), bytes, round, stream);
+                        live.push(block);
+                    }
+                }
+                20..=36 if !live.is_empty() => {
+                    let at = random.below(live.len() as u64) as usize;
+                    let block = live.swap_remove(at);
+                    if random.below(4) == 0 {
+                        allocator.record_stream(block, stream);
+                    }
+                    assert_ne!(allocator.free(block), Freed::Unknown);
+                    assert_eq!(allocator.free(block), Freed::Unknown);
+                }
+                37 => drop(allocator.empty_cache()),
+                38 => {
+                    pools += 1;
+                    let id = PoolId(0, pools);
+                    allocator.begin_pool(id, Box::new(move |asked| asked == stream));
+                    if let Ok(block) = allocator.malloc(5000, stream) {
+                        live.push(block);
+                    }
+                    allocator.end_pool(id);
+                    allocator.release_pool(id);
+                }
+                _ => {
+                    world.sim.heal();
+                    check_books(&allocator);
+                }
+            }
+        }
+        world.sim.heal();
+        for block in live {
+            assert_ne!(allocator.free(block), Freed::Unknown);
+        }
+        world.sim.ctx_synchronize().unwrap();
+        allocator.empty_cache().unwrap();
+        check_books(&allocator);
+        let statistics = allocator.statistics();
+        assert_eq!(statistics.reserved_bytes.all.current, 0);
+        assert_eq!(statistics.segment.all.current, 0);
+        assert_eq!(world.sim.used_bytes(DEVICE), 0);
+        assert_eq!(world.sim.violations(), Vec::<String>::new());
+    }
 }

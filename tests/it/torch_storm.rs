@@ -19,6 +19,8 @@ struct Block {
     bytes: u64,
     seed: u64,
     stream: Stream,
+    /// Its own stream is no more; this one comes after it.
+    is_orphan: bool,
 }
 
 struct Graph {
@@ -80,7 +82,7 @@ impl Storm {
         let is_roomy = numbers.used_bytes + bytes + P < numbers.budget_bytes;
         self.moved += u64::from(is_roomy && gone() > before);
         self.torch.write(address, bytes, seed, stream);
-        self.blocks.push(Block { address, bytes, seed, stream });
+        self.blocks.push(Block { address, bytes, seed, stream, is_orphan: false });
     }
 
     /// Asks for a segment, or sums one and gives it back.
@@ -90,10 +92,10 @@ impl Storm {
             let asked = self.torch.allocator.segment_malloc(bytes as usize, stream);
             let Some(address) = asked else { return };
             self.torch.write(address, bytes, seed, stream);
-            return self.segments.push(Block { address, bytes, seed, stream });
+            return self.segments.push(Block { address, bytes, seed, stream, is_orphan: false });
         }
         let at = self.random.below(3) as usize;
-        let Block { address, bytes, seed, stream } = self.segments.swap_remove(at);
+        let Block { address, bytes, seed, stream, .. } = self.segments.swap_remove(at);
         self.torch.sum(address, bytes, stream);
         self.expected = self.expected.wrapping_add(pattern_sum(bytes, seed));
         assert_ne!(self.torch.allocator.segment_free(address), Freed::Unknown);
@@ -105,15 +107,14 @@ impl Storm {
             return;
         }
         let at = self.random.below(self.blocks.len() as u64) as usize;
-        let Block { address, bytes, seed, stream } = self.blocks.swap_remove(at);
+        let Block { address, bytes, seed, stream, is_orphan } = self.blocks.swap_remove(at);
         let mut reader = stream;
+        if is_orphan {
+            self.torch.allocator.record_stream(address, stream);
+        }
         if self.random.below(3) == 0 {
             reader = self.stream();
-            let sim = &self.torch.world.sim;
-            let event = sim.event_create().unwrap();
-            sim.event_record(event, stream).unwrap();
-            sim.stream_wait_event(reader, event).unwrap();
-            sim.event_destroy(event).unwrap();
+            self.order(stream, reader);
             self.torch.allocator.record_stream(address, reader);
         }
         let delay = Duration::from_micros(self.random.below(60));
@@ -121,6 +122,52 @@ impl Storm {
         self.torch.world.sum(source, bytes, self.torch.target, delay, reader);
         self.expected = self.expected.wrapping_add(pattern_sum(bytes, seed));
         assert_ne!(self.torch.allocator.free(address), Freed::Unknown);
+    }
+
+    /// What comes on one stream is after what was on another.
+    fn order(&self, before: Stream, after: Stream) {
+        let sim = &self.torch.world.sim;
+        let event = sim.event_create().unwrap();
+        sim.event_record(event, before).unwrap();
+        sim.stream_wait_event(after, event).unwrap();
+        sim.event_destroy(event).unwrap();
+    }
+
+    /// A stream goes, with its work under way and its blocks live, and another one comes.
+    fn replace_stream(&mut self) {
+        let at = 2 + self.random.below(3) as usize;
+        let (gone, heir) = (self.streams[at], self.streams[0]);
+        self.order(gone, heir);
+        self.torch.world.runtime.retire_stream(gone).unwrap();
+        if self.random.below(2) == 0 {
+            // It was used after all.
+            let asked = self.torch.allocator.malloc(600, gone).unwrap_or(0);
+            self.torch.allocator.free(asked);
+            self.torch.world.runtime.retire_stream(gone).unwrap();
+        }
+        self.torch.world.sim.stream_destroy(gone).unwrap();
+        self.streams[at] = self.torch.world.another_stream();
+        for block in self.blocks.iter_mut().chain(&mut self.segments) {
+            if block.stream == gone {
+                (block.stream, block.is_orphan) = (heir, true);
+            }
+        }
+    }
+
+    /// A pool without a capture, as `torch.cuda.use_mem_pool` has it.
+    fn borrow_pool(&mut self) {
+        let stream = self.stream();
+        self.pools += 1;
+        let id = PoolId(1, self.pools);
+        self.torch.allocator.begin_pool(id, Box::new(move |asked| asked == stream));
+        for _ in 0..self.random.below(5) {
+            self.malloc();
+            if self.random.below(2) == 0 {
+                self.free();
+            }
+        }
+        self.torch.allocator.end_pool(id);
+        self.torch.allocator.release_pool(id);
     }
 
     fn capture(&mut self) {
@@ -193,8 +240,13 @@ impl Storm {
     }
 
     fn step(&mut self, weights: &Vbar) {
-        if self.moves && self.random.below(12) == 0 {
-            self.earn();
+        if self.moves {
+            match self.random.below(36) {
+                0..=2 => self.earn(),
+                3 => self.replace_stream(),
+                4 => self.borrow_pool(),
+                _ => {}
+            }
         }
         let runtime: &Runtime = &self.torch.world.runtime;
         match self.random.below(100) {
