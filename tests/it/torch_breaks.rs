@@ -135,13 +135,16 @@ fn a_pool_is_merged_with_the_uses_of_what_it_frees() {
         let torch = Torch::of(World::with(ROOMY, options()));
         let (own, other) = (torch.world.stream, torch.world.another_stream());
         let _kept = torch.malloc_on(P, own);
-        steal_slot(&torch, own);
-        // The stream has a new slot now, which its ordinary heap does not know of.
+        let thief = steal_slot(&torch, own);
+        torch.world.sim.hold_stream(thief).unwrap();
+        torch.allocator.free(torch.malloc_on(512, thief));
+        // The stream gets a new slot now, which its ordinary heap does not know of.
         let id = PoolId(0, 1);
         torch.allocator.begin_pool(id, Box::new(move |asked| asked == own));
         let (block, _between) = (torch.malloc_on(bytes, own), torch.malloc_on(3 * P, own));
         torch.allocator.end_pool(id);
         torch.allocator.release_pool(id);
+        torch.world.sim.release_stream(thief).unwrap();
         // All that the graph may have done is over; what comes now is the stream's own.
         torch.world.runtime.device().context_wait_asked().unwrap();
         torch.world.sim.hold_stream(own).unwrap();
