@@ -207,7 +207,10 @@ fn ready(eviction: Eviction) -> (Torch, u64, u64) {
     (torch, behind, segment)
 }
 
-const CALLS: &[(&str, fn(&Torch, u64))] = &[
+/// A name, and a call that is given a segment.
+type NamedCall = (&'static str, fn(&Torch, u64));
+
+const CALLS: &[NamedCall] = &[
     ("malloc", |torch, _| {
         if let Ok(block) = torch.allocator.malloc(12 * P as usize, torch.world.stream) {
             torch.allocator.free(block);

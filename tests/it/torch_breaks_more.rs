@@ -122,62 +122,59 @@ fn threads_whose_frames_move_never_see_others_bytes() {
                 let torch = &torch;
                 scope.spawn(move || {
                     torch.world.sim.ctx_set_current(context).unwrap();
-                    let stream = torch.world.another_stream();
-                    let target = torch.world.scratch();
-                    let (mut random, mut expected) = (Random(thread + 1), 0u64);
-                    let mut own: Vec<(u64, u64, u64, bool)> = Vec::new();
-                    for round in 0..300 {
-                        if round % 8 == 0 {
-                            for _ in 0..400 {
-                                let asked = torch.allocator.malloc(20 * P as usize, stream);
-                                let Ok(block) = asked else { break };
-                                torch.allocator.free(block);
-                            }
-                        }
-                        if random.below(3) > 0 || own.is_empty() {
-                            let bytes = match random.below(4) {
-                                0 => 8 + random.below(P) / 8 * 8,
-                                _ => 8 + random.below(50 * P) / 8 * 8,
-                            };
-                            let is_segment = random.below(9) == 0;
-                            let block = match is_segment {
-                                true => torch.allocator.segment_malloc(bytes as usize, stream),
-                                false => torch.allocator.malloc(bytes as usize, stream).ok(),
-                            };
-                            let Some(block) = block else { continue };
-                            let seed = thread << 32 | round;
-                            torch.write(block, bytes, seed, stream);
-                            own.push((block, bytes, seed, is_segment));
-                        }
-                        if own.len() > 6 || random.below(2) == 0 {
-                            let at = random.below(own.len() as u64) as usize;
-                            let (block, bytes, seed, is_segment) = own.swap_remove(at);
-                            let source = DeviceAddress(block);
-                            torch.world.sum(source, bytes, target, Duration::ZERO, stream);
-                            expected = expected.wrapping_add(pattern_sum(bytes, seed));
-                            let freed = match is_segment {
-                                true => torch.allocator.segment_free(block),
-                                false => torch.allocator.free(block),
-                            };
-                            assert_ne!(freed, Freed::Unknown);
-                        }
-                        if random.below(64) == 0 {
-                            torch.allocator.empty_cache().unwrap();
-                        }
-                    }
-                    assert_eq!(torch.world.word(target, stream), expected, "thread {thread}");
-                    for (block, _, _, is_segment) in own {
-                        let _ = match is_segment {
-                            true => torch.allocator.segment_free(block),
-                            false => torch.allocator.free(block),
-                        };
-                    }
+                    move_and_check(torch, thread);
                 });
             }
         });
         torch.allocator.empty_cache().unwrap();
         assert_eq!((torch.reserved(), torch.allocator.statistics().unknown_free), (0, 0));
         torch.check();
+    }
+}
+
+/// What one of the threads does.
+fn move_and_check(torch: &Torch, thread: u64) {
+    let (stream, target) = (torch.world.another_stream(), torch.world.scratch());
+    let (mut random, mut expected) = (Random(thread + 1), 0u64);
+    let free = |block, is_segment| match is_segment {
+        true => torch.allocator.segment_free(block),
+        false => torch.allocator.free(block),
+    };
+    let mut own: Vec<(u64, u64, u64, bool)> = Vec::new();
+    for round in 0..300 {
+        if round % 8 == 0 {
+            for _ in 0..400 {
+                let Ok(block) = torch.allocator.malloc(20 * P as usize, stream) else { break };
+                torch.allocator.free(block);
+            }
+        }
+        if random.below(3) > 0 || own.is_empty() {
+            let limit = if random.below(4) == 0 { P } else { 50 * P };
+            let bytes = 8 + random.below(limit) / 8 * 8;
+            let is_segment = random.below(9) == 0;
+            let block = match is_segment {
+                true => torch.allocator.segment_malloc(bytes as usize, stream),
+                false => torch.allocator.malloc(bytes as usize, stream).ok(),
+            };
+            let Some(block) = block else { continue };
+            let seed = thread << 32 | round;
+            torch.write(block, bytes, seed, stream);
+            own.push((block, bytes, seed, is_segment));
+        }
+        if own.len() > 6 || random.below(2) == 0 {
+            let at = random.below(own.len() as u64) as usize;
+            let (block, bytes, seed, is_segment) = own.swap_remove(at);
+            torch.world.sum(DeviceAddress(block), bytes, target, Duration::ZERO, stream);
+            expected = expected.wrapping_add(pattern_sum(bytes, seed));
+            assert_ne!(free(block, is_segment), Freed::Unknown);
+        }
+        if random.below(64) == 0 {
+            torch.allocator.empty_cache().unwrap();
+        }
+    }
+    assert_eq!(torch.world.word(target, stream), expected, "thread {thread}");
+    for (block, _, _, is_segment) in own {
+        assert_ne!(free(block, is_segment), Freed::Unknown);
     }
 }
 
@@ -223,99 +220,114 @@ fn a_record_is_whole_when_its_device_is_closed() {
     assert_eq!(std::fs::read_to_string(&path).unwrap().lines().count(), 2);
 }
 
+/// What threads in pools share.
+struct Shared {
+    torch: Torch,
+    done: AtomicBool,
+    blocks: Mutex<Vec<u64>>,
+    asked: AtomicU64,
+    freed: AtomicU64,
+}
+
+impl Shared {
+    fn begin_and_end_pools(&self) {
+        let allocator = &self.torch.allocator;
+        for number in 1.. {
+            if self.done.load(Ordering::Relaxed) {
+                return;
+            }
+            let id = PoolId(number % 5, 7);
+            allocator.begin_pool(id, Box::new(|_| true));
+            std::thread::yield_now();
+            allocator.end_pool(id);
+            allocator.release_pool(id);
+            if number % 7 == 0 {
+                allocator.empty_cache().unwrap();
+            }
+        }
+    }
+
+    /// Each record is whole by itself.
+    fn record(&self) {
+        let (folder, allocator) = (tempfile::tempdir().unwrap(), &self.torch.allocator);
+        let path = folder.path().join("trace.txt");
+        while !self.done.load(Ordering::Relaxed) {
+            allocator.start_recording(&path).unwrap();
+            std::thread::sleep(Duration::from_millis(1));
+            let count = allocator.stop_recording().unwrap();
+            let events = trace::parse(&std::fs::read_to_string(&path).unwrap()).unwrap();
+            assert_eq!(events.len() as u64, count);
+            let (mut live, mut seen) = (BTreeSet::new(), BTreeSet::new());
+            for event in &events {
+                match event {
+                    Event::Malloc { id, .. } => assert!(live.insert(*id) && seen.insert(*id)),
+                    Event::Free { id } => assert!(live.remove(id), "{id} is not live"),
+                    Event::Record { id, .. } => assert!(live.contains(id)),
+                }
+            }
+        }
+    }
+
+    fn free(&self, block: u64) {
+        if self.torch.allocator.free(block) != Freed::Unknown {
+            self.freed.fetch_add(1, Ordering::Relaxed);
+        }
+    }
+
+    fn ask_and_free(&self, thread: u64) {
+        let allocator = &self.torch.allocator;
+        let (stream, mut random) = (self.torch.world.another_stream(), Random(thread + 11));
+        for _ in 0..1500 {
+            let most = [4 * KIB, P, 4 * P][random.below(3) as usize];
+            let bytes = 8 + random.below(most);
+            let Ok(block) = allocator.malloc(bytes as usize, stream) else { continue };
+            self.asked.fetch_add(1, Ordering::Relaxed);
+            let other = {
+                let mut blocks = self.blocks.lock().unwrap();
+                blocks.push(block);
+                let at = random.below(blocks.len() as u64) as usize;
+                // At times it stays, and somebody frees it once more.
+                if random.below(8) == 0 { blocks[at] } else { blocks.swap_remove(at) }
+            };
+            if random.below(3) == 0 {
+                allocator.record_stream(other, stream);
+            }
+            self.free(other);
+        }
+    }
+}
+
 /// Pools that any request may come from are begun, ended and released while threads ask, free what
 /// others free too, and are recorded on and off.
 #[test]
 fn threads_in_pools_that_come_and_go_free_each_block_once() {
-    let torch = Torch::of(World::with(ROOMY, options()));
-    let folder = tempfile::tempdir().unwrap();
-    let context = Some(torch.world.runtime.device().context);
-    let done = AtomicBool::new(false);
-    let shared = Mutex::new(Vec::new());
-    let (asked, freed) = (AtomicU64::new(0), AtomicU64::new(0));
+    let shared = Shared {
+        torch: Torch::of(World::with(ROOMY, options())),
+        done: AtomicBool::new(false),
+        blocks: Mutex::default(),
+        asked: AtomicU64::new(0),
+        freed: AtomicU64::new(0),
+    };
     std::thread::scope(|scope| {
-        let (torch, done, shared) = (&torch, &done, &shared);
-        let (asked, freed) = (&asked, &freed);
-        let pools = scope.spawn(move || {
-            torch.world.sim.ctx_set_current(context).unwrap();
-            let mut number = 0;
-            while !done.load(Ordering::Relaxed) {
-                number += 1;
-                let id = PoolId(number % 5, 7);
-                torch.allocator.begin_pool(id, Box::new(|_| true));
-                std::thread::yield_now();
-                torch.allocator.end_pool(id);
-                torch.allocator.release_pool(id);
-                if number % 7 == 0 {
-                    torch.allocator.empty_cache().unwrap();
-                }
-            }
-        });
-        let records = scope.spawn(move || {
-            let mut number = 0;
-            while !done.load(Ordering::Relaxed) {
-                number += 1;
-                let path = folder.path().join(format!("{number}.txt"));
-                torch.allocator.start_recording(&path).unwrap();
-                std::thread::sleep(Duration::from_millis(1));
-                let count = torch.allocator.stop_recording().unwrap();
-                let events = trace::parse(&std::fs::read_to_string(&path).unwrap()).unwrap();
-                assert_eq!(events.len() as u64, count);
-                let (mut live, mut seen) = (BTreeSet::new(), BTreeSet::new());
-                for event in &events {
-                    match event {
-                        Event::Malloc { id, .. } => assert!(live.insert(*id) && seen.insert(*id)),
-                        Event::Free { id } => assert!(live.remove(id), "{id} is not live"),
-                        Event::Record { id, .. } => assert!(live.contains(id)),
-                    }
-                }
-                std::fs::remove_file(&path).unwrap();
-            }
-        });
-        let workers: Vec<_> = (0..4u64)
-            .map(|thread| {
-                scope.spawn(move || {
-                    torch.world.sim.ctx_set_current(context).unwrap();
-                    let stream = torch.world.another_stream();
-                    let mut random = Random(thread + 11);
-                    for _ in 0..1500 {
-                        let most = [4 * KIB, P, 4 * P][random.below(3) as usize];
-                        let bytes = 8 + random.below(most);
-                        let Ok(block) = torch.allocator.malloc(bytes as usize, stream) else {
-                            continue;
-                        };
-                        asked.fetch_add(1, Ordering::Relaxed);
-                        shared.lock().unwrap().push(block);
-                        let other = {
-                            let mut shared = shared.lock().unwrap();
-                            let at = random.below(shared.len() as u64) as usize;
-                            // At times it stays, and somebody frees it once more.
-                            match random.below(8) {
-                                0 => shared[at],
-                                _ => shared.swap_remove(at),
-                            }
-                        };
-                        if random.below(3) == 0 {
-                            torch.allocator.record_stream(other, stream);
-                        }
-                        if torch.allocator.free(other) != Freed::Unknown {
-                            freed.fetch_add(1, Ordering::Relaxed);
-                        }
-                    }
-                })
+        let shared = &shared;
+        let start = |work: Box<dyn FnOnce() + Send>| {
+            scope.spawn(move || {
+                let Torch { world, .. } = &shared.torch;
+                world.sim.ctx_set_current(Some(world.runtime.device().context)).unwrap();
+                work();
             })
-            .collect();
-        let ended: Vec<_> = workers.into_iter().map(|worker| worker.join()).collect();
-        done.store(true, Ordering::Relaxed);
-        pools.join().unwrap();
-        records.join().unwrap();
+        };
+        let others =
+            [start(Box::new(|| shared.begin_and_end_pools())), start(Box::new(|| shared.record()))];
+        let workers = [0, 1, 2, 3].map(|at| start(Box::new(move || shared.ask_and_free(at))));
+        let ended = workers.map(|worker| worker.join());
+        shared.done.store(true, Ordering::Relaxed);
+        others.into_iter().for_each(|other| other.join().unwrap());
         ended.into_iter().for_each(|ended| ended.unwrap());
     });
-    for block in shared.into_inner().unwrap() {
-        if torch.allocator.free(block) != Freed::Unknown {
-            freed.fetch_add(1, Ordering::Relaxed);
-        }
-    }
+    let blocks = std::mem::take(&mut *shared.blocks.lock().unwrap());
+    blocks.into_iter().for_each(|block| shared.free(block));
+    let Shared { torch, asked, freed, .. } = shared;
     assert_eq!(asked.into_inner(), freed.into_inner());
     torch.allocator.empty_cache().unwrap();
     assert_eq!(torch.reserved(), 0);
