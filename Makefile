@@ -20,12 +20,16 @@ STAGED  := $(BUILT)/staged
 VERSION := $(shell sed -n 's/^version = "\(.*\)"/\1/p' Cargo.toml | head -n 1)
 ABI     := $(shell sed -n 's/^\#define VBAR_ABI_VERSION //p' include/vbar.h)
 
-.PHONY: help demo test test-install test-install-release fmt clippy doc bench header wheel device device-bundle tools \
+# How long `make soak` lets real threads work, twice.
+STRESS_SECONDS ?= 20
+
+.PHONY: help demo test soak test-install test-install-release fmt clippy doc bench header wheel device device-bundle tools \
         build install install-strip uninstall clean-demo
 
 help:
 	@echo "make demo    stream a synthetic model of 1 GiB through a budget of 40 %, verified"
 	@echo "make test    all tests, documentation included; needs cargo, cc, make and python3"
+	@echo "make soak SECONDS=600  the simulation with fresh seeds for so long, then real threads"
 	@echo "make test-install  the test of make install; needs c++, pkg-config, cmake and valgrind too"
 	@echo "make fmt     format the source"
 	@echo "make clippy  lints, warnings denied"
@@ -59,6 +63,14 @@ demo: tools
 
 test: tools
 	cargo test
+
+# Seeds that nobody has seen, for SECONDS; what fails prints the shortest trace that still does.
+# Then real threads, whose interleaving no seed repeats.
+soak: tools
+	VBAR_SIM_SECONDS=$(or $(SECONDS),600) cargo test --test sim every_sequence -- --nocapture
+	cargo build --release --bin vbar
+	$(VBAR) stress --device sim --seconds $(STRESS_SECONDS)
+	$(VBAR) stress --device sim --seconds $(STRESS_SECONDS) --fail 0.02
 
 # Builds into a folder of its own and installs into another; nothing outside the target folder.
 test-install: tools

@@ -62,6 +62,8 @@ class Workload:
 
     #: What one step makes resident together.
     steps: list
+    #: What the first of equal layers is given.
+    input: torch.Tensor
 
     def __init__(self, tensors, steps, compute):
         self.tensors, self.steps, self.compute = tensors, steps, compute
@@ -124,7 +126,9 @@ def equal_layers(count, layer_bytes, tokens):
     def compute(state, weights):
         return torch.nn.functional.linear(x if state is None else state, weights[0])
 
-    return Workload(tensors, [[name] for name in tensors], compute)
+    workload = Workload(tensors, [[name] for name in tensors], compute)
+    workload.input = x
+    return workload
 
 
 def uneven_layers(total_bytes, tokens):

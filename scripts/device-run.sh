@@ -109,10 +109,11 @@ bench() {
 }
 
 # A model of 16 GiB through budgets of parts of it, beside plain resident tensors: STREAM has the
-# options of benches/stream.py.
+# options of benches/stream.py, TORCH_STREAM those of benches/torch_stream.py.
 stream() {
     # shellcheck disable=SC2086
     step 560 python3 -u benches/stream.py ${STREAM:-}
+    step 200 python3 -u benches/torch_stream.py ${TORCH_STREAM:---quick}
 }
 
 model() {

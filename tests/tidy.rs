@@ -216,3 +216,20 @@ fn files_are_short_and_open_with_their_idea() {
     }
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
 }
+
+/// What a message is made of is not made where nobody listens: an error that may lose the device
+/// is noted before.
+#[test]
+fn no_error_is_noted_within_a_message() {
+    let mut wrong = Vec::new();
+    for path in sources("src") {
+        let text = fs::read_to_string(&path).unwrap();
+        for message in text.split("log::").skip(1) {
+            let message = message.split(';').next().unwrap();
+            if message.contains("!(") && message.contains(".note(") {
+                wrong.push(format!("{}: log::{message}", relative(&path)));
+            }
+        }
+    }
+    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+}

@@ -180,6 +180,14 @@ impl Cache {
         }
     }
 
+    /// Whether there may be windows to be taken out.
+    pub(super) fn may_have(&self, surplus: Surplus) -> bool {
+        let state = self.state.lock();
+        let is_due =
+            |idle: &Idle| surplus != Surplus::LongIdle || idle.since.elapsed() >= IDLE_TIME;
+        state.idle.iter().any(is_due) || surplus != Surplus::LongIdle && !state.entries.is_empty()
+    }
+
     /// Takes windows out, as many as told at most. Their bytes are no longer held: whoever gets
     /// them gives them back to the system.
     pub(super) fn take_out(&self, surplus: Surplus, at_most: usize) -> Vec<LockedSlot> {

@@ -34,7 +34,7 @@ use crate::model::placement::PassMeasured;
 use crate::options::{Prefer, Threads};
 use crate::outcome::WaitKind;
 use crate::process;
-use crate::sync::device::Device;
+use crate::sync::device::{Device, Scope};
 use crate::sync::fence::StreamSlot;
 use crate::sync::ticket::Ticket;
 use crate::sync::{AtomicBool, Mutex, Relaxed};
@@ -266,6 +266,21 @@ impl Filler {
         recorded.map_err(|error| self.device.note(error))
     }
 
+    /// The ticket of everything enqueued so far, where no fence can be had: the next one covers it.
+    #[must_use]
+    pub fn stamp(&self) -> Ticket {
+        self.device.fences.stamp(self.slot)
+    }
+
+    /// Records the fence that was not to be had for copies before, if there are such copies.
+    ///
+    /// # Errors
+    /// What the driver says.
+    pub(super) fn cover(&self) -> Result<()> {
+        let covered = self.device.retry(|| self.device.fences.cover_stamps(self.stream, self.slot));
+        covered.map_err(|error| self.device.note(error))
+    }
+
     /// Waits for everything enqueued so far, where no fence can be had.
     ///
     /// # Errors
@@ -344,23 +359,29 @@ impl Filler {
             false if self.busy_at.lock().elapsed() < QUIET_TIME => {
                 // What has become resident has no need of them; file pages may be streamed again.
                 let at_most = if self.pass_ended.swap(false, Relaxed) { WINDOWS_A_CALL } else { 0 };
-                let windows = self.cache.take_out(Surplus::LongIdle, at_most);
-                let given_back = self.give_back(windows, Vec::new()).map(drop);
+                if at_most > 0 && self.cache.may_have(Surplus::LongIdle) {
+                    let scope = self.device.enter()?;
+                    let windows = self.cache.take_out(Surplus::LongIdle, at_most);
+                    self.give_back(&scope, windows, Vec::new());
+                }
                 self.registered.advance(&self.cache);
-                return given_back;
+                return Ok(());
             }
             false => Surplus::LongIdle,
         };
-        // File pages first: they stay in memory as long as nobody needs it.
-        let pages = self.registered.take_out(surplus, WINDOWS_A_CALL);
-        let mut windows = self.cache.take_out(surplus, WINDOWS_A_CALL - pages.len());
-        if above && windows.is_empty() && pages.is_empty() {
-            // To the last slot: without any, bytes go through ordinary memory.
-            windows = self.staging.take_out(&self.device, WINDOWS_A_CALL, 0)?;
+        if above || self.registered.may_have(surplus) || self.cache.may_have(surplus) {
+            let scope = self.device.enter()?;
+            // File pages first: they stay in memory as long as nobody needs it.
+            let pages = self.registered.take_out(surplus, WINDOWS_A_CALL);
+            let mut windows = self.cache.take_out(surplus, WINDOWS_A_CALL - pages.len());
+            if above && windows.is_empty() && pages.is_empty() {
+                // To the last slot: without any, bytes go through ordinary memory.
+                windows = self.staging.take_out(&self.device, WINDOWS_A_CALL, 0)?;
+            }
+            self.give_back(&scope, windows, pages);
         }
-        let given_back = self.give_back(windows, pages).map(drop);
         self.registered.advance(&self.cache);
-        given_back
+        Ok(())
     }
 
     /// Gives page-locked memory back until `target_bytes` are held, or what is left is in use; one
@@ -371,29 +392,41 @@ impl Filler {
     pub fn trim_host(&self, target_bytes: u64) -> Result<u64> {
         let window_bytes = self.staging.slot_bytes() as u64;
         let excess = self.locked_bytes().saturating_sub(target_bytes);
+        if excess == 0 {
+            return Ok(0);
+        }
+        let scope = self.device.enter()?;
         let count = excess.div_ceil(window_bytes) as usize;
         let pages = self.registered.take_out(Surplus::Any, count);
         let missing = excess.saturating_sub(pages.iter().map(FileWindow::bytes).sum());
         let count = missing.div_ceil(window_bytes) as usize;
         let mut windows = self.cache.take_out(Surplus::Any, count);
         let missing = count - windows.len();
-        windows.extend(self.staging.take_out(&self.device, missing, 1)?);
-        self.give_back(windows, pages)
+        let slots = self.staging.take_out(&self.device, missing, 1);
+        let (slots, failed) = slots.map_or_else(|error| (Vec::new(), Some(error)), |it| (it, None));
+        windows.extend(slots);
+        let bytes = self.give_back(&scope, windows, pages);
+        failed.map_or(Ok(bytes), Err)
     }
 
-    fn give_back(&self, windows: Vec<LockedSlot>, pages: Vec<FileWindow>) -> Result<u64> {
+    /// Gives memory back that was taken out of where it was; the scope is entered before that,
+    /// since the driver frees nothing without the context. Returns its bytes.
+    fn give_back(
+        &self,
+        _scope: &Scope<'_>,
+        windows: Vec<LockedSlot>,
+        pages: Vec<FileWindow>,
+    ) -> u64 {
         if windows.is_empty() && pages.is_empty() {
-            return Ok(0);
+            return 0;
         }
         let bytes: u64 = windows.iter().map(|window| window.len() as u64).sum();
-        let scope = self.device.enter();
         let wait = self.device.wait(WaitKind::Register);
-        // Without the context the driver refuses, and the memory is left to it.
         drop(windows);
         self.room.release(bytes);
         let bytes = bytes + self.registered.give_back(pages);
         drop(wait);
-        scope.map(|_scope| bytes)
+        bytes
     }
 
     /// Bytes of a VBAR that one slot or window holds.
@@ -525,14 +558,15 @@ impl Drop for Filler {
         }
         // Whoever closes has waited for the context: this ends at once.
         let mut end = || -> Result<()> {
+            let (driver, stream) = (&self.device.driver, self.stream);
             let _scope = self.device.enter()?;
-            self.device.driver.stream_synchronize(self.stream)?;
+            self.device.retry(|| driver.stream_synchronize(stream))?;
             self.host_copies.end();
             self.clock.close(&self.device);
             drop(self.cache.take_out(Surplus::All, usize::MAX));
             self.registered.give_back(self.registered.take_out(Surplus::All, usize::MAX));
             drop(std::mem::replace(&mut self.staging, Staging::empty(0)));
-            self.device.driver.stream_destroy(self.stream).map_err(Error::from)
+            self.device.retry(|| driver.stream_destroy(stream)).map_err(Error::from)
         };
         if let Err(error) = end() {
             log::warn!("closing the fill stream: {error}");

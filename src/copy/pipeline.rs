@@ -215,6 +215,7 @@ impl<'a> Pipeline<'a> {
             self.readers.iter().for_each(|readers| filler.grow(readers));
             return Ok(Some(Begun::Pageable));
         }
+        filler.cover()?;
         let slot = match (filler.staging.try_take(&filler.device)?, hurry) {
             (None, Hurry::No) => {
                 self.readers.iter().for_each(|readers| filler.grow(readers));
@@ -381,7 +382,7 @@ impl<'a> Pipeline<'a> {
         });
         if ticket.is_none() && is_begun {
             // Some are enqueued, and the window is not given back before they are done.
-            ticket = filler.fence().unwrap_or_else(|_| filler.device.fences.unrecorded_stamp());
+            ticket = filler.fence().unwrap_or_else(|_| filler.stamp());
         }
         if !ticket.is_none() {
             let (page, file) = ((job.bar, job.page), Arc::clone(window.file()));
@@ -540,9 +541,9 @@ impl<'a> Pipeline<'a> {
         match filler.fence() {
             Ok(ticket) => (ticket, Ok(ticket)),
             // The copy is enqueued and no fence covers it: only the stream's end tells when the
-            // memory is free again, or else a wait for the context.
+            // memory is free again, or else the fence of whoever needs it next.
             Err(error) if filler.wait().is_ok() => (Ticket::NONE, Err(error)),
-            Err(error) => (filler.device.fences.unrecorded_stamp(), Err(error)),
+            Err(error) => (filler.stamp(), Err(error)),
         }
     }
 

@@ -419,6 +419,14 @@ impl Registered {
         self.room.release_as(Held::FilePages, bytes);
     }
 
+    /// Whether there may be windows to be taken out.
+    pub(super) fn may_have(&self, surplus: Surplus) -> bool {
+        let state = self.state.lock();
+        let is_due = |since: &Instant| surplus != Surplus::LongIdle || since.elapsed() >= IDLE_TIME;
+        state.parting.iter().any(|(_, since)| is_due(since))
+            || surplus != Surplus::LongIdle && !state.windows.is_empty()
+    }
+
     /// Takes windows out, as many as told at most, those without use first.
     pub(super) fn take_out(&self, surplus: Surplus, at_most: usize) -> Vec<FileWindow> {
         let mut guard = self.state.lock();

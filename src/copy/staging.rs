@@ -74,7 +74,13 @@ impl Staging {
     pub fn take_out(&self, device: &Device, at_most: usize, left: u64) -> Result<Vec<LockedSlot>> {
         let mut taken = Vec::new();
         while taken.len() < at_most && self.slot_count() > left {
-            let Some(mut slot) = self.try_take(device)? else { break };
+            let mut slot = match self.try_take(device) {
+                Ok(Some(slot)) => slot,
+                Ok(None) => break,
+                // Those that are out are their taker's to give back.
+                Err(_) if !taken.is_empty() => break,
+                Err(error) => return Err(error),
+            };
             let spare = |count: u64| (count > left).then(|| count - 1);
             if self.shared.slot_count.fetch_update(Relaxed, Relaxed, spare).is_err() {
                 break;

@@ -59,7 +59,11 @@ impl LockedMemory {
 impl Drop for LockedMemory {
     fn drop(&mut self) {
         let locked = *self.locked.get_mut();
-        let freed = if process::ending() { None } else { Some(self.give_back()) };
+        let mut freed = if process::ending() { None } else { Some(self.give_back()) };
+        if freed.is_some_and(|freed| freed.is_err_and(|error| error.code.is_transient())) {
+            // Nobody will come again.
+            freed = Some(self.give_back());
+        }
         if let Some(Ok(())) = freed {
             trace::unlock_bytes(if locked { self.bytes } else { 0 });
             return;

@@ -300,7 +300,8 @@ impl Runtime {
     /// `InvalidArgument` for more than the device's memory; as [`Runtime::set_budget`].
     pub fn set_headroom(&self, bytes: u64) -> Result<()> {
         self.device().check()?;
-        check_headroom(&*self.device().driver, self.ordinal(), Some(bytes))?;
+        check_headroom(&*self.device().driver, self.ordinal(), Some(bytes))
+            .map_err(|error| self.device().note(error))?;
         self.pager().set_headroom(bytes)
     }
 
@@ -377,7 +378,7 @@ impl Runtime {
             let text = format!("{stream:?} is being captured: it is retired when that is over");
             return Err(Error::new(ErrorCode::Unsupported, text));
         }
-        self.device().fences.retire(stream)
+        self.device().fences.retire(stream).map_err(|error| self.device().note(error))
     }
 
     /// PyTorch's allocator on the device's frames, made on first use.

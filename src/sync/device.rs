@@ -181,7 +181,8 @@ impl Device {
     /// `ProcessEnding`, what the driver says; nothing has changed then.
     pub fn enter(&self) -> Result<Scope<'_>> {
         let context = self.enter_context()?;
-        let mode = self.driver.thread_exchange_stream_capture_mode(CaptureMode::Relaxed);
+        let relax = || self.driver.thread_exchange_stream_capture_mode(CaptureMode::Relaxed);
+        let mode = self.retry(relax);
         let mode = mode.map_err(|error| self.note(error.into()))?;
         Ok(Scope { device: self, mode, _context: context })
     }
@@ -193,11 +194,13 @@ impl Device {
     #[inline]
     pub fn enter_context(&self) -> Result<ContextScope<'_>> {
         process::check()?;
-        let current = self.driver.ctx_get_current().map_err(|error| self.note(error.into()))?;
+        let current = self.retry(|| self.driver.ctx_get_current());
+        let current = current.map_err(|error| self.note(error.into()))?;
         if current == Some(self.context) {
             return Ok(ContextScope { device: self, restore: None });
         }
-        self.driver.ctx_set_current(Some(self.context)).map_err(|error| self.note(error.into()))?;
+        let set = self.retry(|| self.driver.ctx_set_current(Some(self.context)));
+        set.map_err(|error| self.note(error.into()))?;
         Ok(ContextScope { device: self, restore: Some(current) })
     }
 
@@ -406,9 +409,14 @@ pub struct Scope<'a> {
 impl Drop for Scope<'_> {
     fn drop(&mut self) {
         // In a wait's check the program may have forked.
-        if !process::ending()
-            && let Err(error) = self.device.driver.thread_exchange_stream_capture_mode(self.mode)
+        if process::ending() {
+            return;
+        }
+        let driver = &self.device.driver;
+        if let Err(error) =
+            self.device.retry(|| driver.thread_exchange_stream_capture_mode(self.mode))
         {
+            let error = self.device.note(error.into());
             log::warn!("putting the capture mode back: {error}");
         }
     }
@@ -423,7 +431,8 @@ pub struct ContextScope<'a> {
 impl Drop for ContextScope<'_> {
     fn drop(&mut self) {
         let Some(context) = self.restore.filter(|_| !process::ending()) else { return };
-        if let Err(error) = self.device.driver.ctx_set_current(context) {
+        if let Err(error) = self.device.retry(|| self.device.driver.ctx_set_current(context)) {
+            let error = self.device.note(error.into());
             log::warn!("putting the current context back: {error}");
         }
     }

@@ -446,7 +446,11 @@ impl Fences {
                 .extend(ring.pending.drain(..).map(|(_, event)| event).chain(ring.free.drain(..)));
         }
         for event in events {
-            if let Err(error) = self.driver.event_destroy(event) {
+            let mut destroyed = self.driver.event_destroy(event);
+            if destroyed.is_err_and(|error| error.code.is_transient()) {
+                destroyed = self.driver.event_destroy(event);
+            }
+            if let Err(error) = destroyed {
                 log::warn!("closing a runtime: {error}");
             }
         }

@@ -58,7 +58,8 @@ impl Allocator {
         }
         drop(core);
         if let Err(error) = found {
-            log::error!("a block was recorded for {stream:?}: {}", device.note(error));
+            let error = device.note(error);
+            log::error!("a block was recorded for {stream:?}: {error}");
         }
     }
 
@@ -102,7 +103,8 @@ impl Allocator {
                 Ok(None) => return ticket,
                 Ok(Some(other)) => *slot = other,
                 Err(error) => {
-                    log::warn!("a use is known to no fence: {}", device.note(error));
+                    let error = device.note(error);
+                    log::warn!("a use is known to no fence: {error}");
                     fencing.tickets.push(device.fences.unrecorded_stamp());
                     return Ticket::NONE;
                 }
@@ -145,7 +147,8 @@ impl Allocator {
             Ok(Some(ticket)) => fencing.tickets.push(ticket),
             Ok(None) => fencing.capturing.push(used),
             Err(error) => {
-                log::warn!("a use is known to no fence: {}", device.note(error));
+                let error = device.note(error);
+                log::warn!("a use is known to no fence: {error}");
                 fencing.tickets.push(device.fences.unrecorded_stamp());
             }
         }
@@ -191,7 +194,8 @@ impl Allocator {
         for span in spans {
             // One question tells what has passed of a stream's.
             if let Err(error) = device.fences.cover(span.oldest) {
-                log::debug!("asking a stream's events: {}", device.note(error));
+                let error = device.note(error);
+                log::debug!("asking a stream's events: {error}");
             }
         }
         let mut core = self.core.lock();

@@ -135,7 +135,8 @@ impl Allocator {
     /// says.
     pub fn new(pager: Arc<Pager>) -> Result<Arc<Self>> {
         let device = &pager.device;
-        let capacity_bytes = device.driver.device_total_mem(device.ordinal)?;
+        let capacity_bytes = device.driver.device_total_mem(device.ordinal);
+        let capacity_bytes = capacity_bytes.map_err(|error| device.note(error.into()))?;
         let wanted = capacity_bytes.saturating_mul(ARENA_DEVICES).max(ARENA_MIN);
         let (arena, direct) = match pager.create_arena(wanted)? {
             Some(arena) => (arena, None),
@@ -236,7 +237,8 @@ impl Allocator {
             Ok(())
         };
         if let Err(error) = record() {
-            log::debug!("no fence was recorded on {stream:?}: {}", device.note(error));
+            let error = device.note(error);
+            log::debug!("no fence was recorded on {stream:?}: {error}");
         }
     }
 

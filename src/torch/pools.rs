@@ -100,7 +100,8 @@ impl Allocator {
         let Ok(_scope) = device.enter() else { return };
         for stream in streams {
             if let Err(error) = device.inspect(stream) {
-                log::debug!("a stream of a graph pool: {}", device.note(error));
+                let error = device.note(error);
+                log::debug!("a stream of a graph pool: {error}");
             }
         }
     }

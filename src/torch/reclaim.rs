@@ -55,16 +55,20 @@ impl Allocator {
     }
 
     fn try_release(&self, count: u64, which: Which, to: GiveTo) -> Result<u64> {
-        if self.core.lock().pages.mapped() == 0 {
+        let is_nothing = {
+            let core = self.core.lock();
+            core.pages.empty_count() == 0 && core.pages.used() == 0
+        };
+        if is_nothing {
             return Ok(0);
         }
         let mut count_taken = 0;
-        let take = || {
+        let take_out = || {
             let taken = self.core.lock().take_empty(count, which, &self.pager.device.fences);
             count_taken = taken.len() as u64;
             taken
         };
-        self.pager.give_back(&self.arena, take, to)?;
+        self.pager.give_back(&self.arena, take_out, to)?;
         Ok(count_taken)
     }
 

@@ -76,12 +76,12 @@ impl Allocator {
             return Freed::Deferred;
         }
         self.poll_pending();
-        let take = || {
+        let take_out = || {
             let mut core = self.core.lock();
             let pages = core.pages.index_of(offset)..core.pages.index_of(offset + bytes - 1) + 1;
             core.take_empty_of(pages, &device.fences)
         };
-        if let Err(error) = self.pager.give_back(&self.arena, take, GiveTo::Driver) {
+        if let Err(error) = self.pager.give_back(&self.arena, take_out, GiveTo::Driver) {
             log::warn!("the pages of a segment: {error}");
         }
         Freed::Cached

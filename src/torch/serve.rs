@@ -312,7 +312,8 @@ impl Allocator {
         };
         for span in spans {
             if let Err(error) = device.fences.cover(span.oldest) {
-                log::debug!("asking a stream's events: {}", device.note(error));
+                let error = device.note(error);
+                log::debug!("asking a stream's events: {error}");
             }
         }
     }

@@ -90,7 +90,7 @@ impl Bench {
     #[track_caller]
     fn register(&self) {
         let mut before = 0;
-        for _ in 0..400 {
+        for _ in 0..6000 {
             assert!(self.pass().unwrap());
             std::thread::sleep(Duration::from_millis(5));
             let told = self.world.runtime.statistics();
@@ -155,7 +155,7 @@ fn a_page_whose_file_changed_under_its_copy_leaves_the_device() {
     world.sim.stream_synchronize(stream).unwrap();
     // They were resident before anybody knew; none of them stays, nor comes again.
     let stays = |page: &u64| !matches!(bench.vbar.draw(u32::MAX).as_bytes()[*page as usize], b'.');
-    let gone = (0..400).any(|_| {
+    let gone = (0..6000).any(|_| {
         std::thread::sleep(Duration::from_millis(5));
         !late.iter().any(stays)
     });

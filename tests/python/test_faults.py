@@ -1,6 +1,7 @@
 """Devices, VBARs, allocations and models as a program uses them, on the simulated device."""
 
 import array
+import copy
 import ctypes
 import dataclasses
 import logging
@@ -15,6 +16,7 @@ import weakref
 
 import vbar
 from support import MIB, PAGE, ROOT, Case, Sim, check_program, open_device, pattern, spec
+from vbar._hold import Hold
 
 
 class Devices(Case):
@@ -377,6 +379,57 @@ class Bars(Case):
             with self.assertRaises(vbar.InvalidArgument):
                 device.fault_many(vbar.Ranges([(bar, 0, 64), (bar, 2 * PAGE, 1)]))
             self.assertEqual(bar.residency()[0].pin_count, 0)
+
+    def test_a_hold_serves_again_and_again(self):
+        with open_device(budget=3 * PAGE) as device:
+            sim, bar = Sim(device), device.create_bar(4 * PAGE)
+            idle, pins = [], lambda: sum(page.pin_count for page in bar.residency())
+            ranges = vbar.Ranges((bar, at * 64, 64) for at in range(5))
+            first = Hold(device, ranges, sim.stream(), idle)
+            for _ in range(3):
+                self.assertIsNone(first.fault())
+                with first:
+                    self.assertEqual((pins(), idle), (5, []))
+                self.assertEqual((pins(), idle), (0, [first]))
+                idle.clear()
+            # One that is dropped gives its pins back, one whose block raised is used no more.
+            second = Hold(device, ranges, 0, idle)
+            second.fault()
+            self.assertEqual(pins(), 5)
+            del second
+            self.assertEqual(pins(), 0)
+            first.fault()
+            with self.assertRaisesRegex(ValueError, "of the block"), first:
+                raise ValueError("of the block")
+            self.assertEqual((pins(), idle), (0, []))
+            # Pins that have no block end with what has them, and it serves again.
+            for _ in range(2):
+                first.fault()
+                lease = first.lease()
+                self.assertEqual((pins(), idle), (5, []))
+                del lease
+                self.assertEqual((pins(), idle), (0, [first]))
+                idle.clear()
+            # What is taken back by force is an error at the end, once.
+            first.fault()
+            bar.end_of_run(release_pins=True)
+            with self.assertRaises(vbar.StaleToken), first:
+                pass
+            self.assertEqual((pins(), idle), (0, []))
+            del first
+            large = Hold(device, vbar.Ranges([(bar, 0, 1), (bar, 0, 4 * PAGE)]), 0)
+            for _ in range(2):
+                offloaded = large.fault()
+                self.assertEqual(offloaded.reason, vbar.Reason.TOO_LARGE)
+                self.assertEqual(offloaded.needed_bytes, 4 * PAGE)
+            wrong = Hold(device, vbar.Ranges([(bar, 4 * PAGE, 1)]), 0)
+            with self.assertRaises(vbar.InvalidArgument):
+                wrong.fault()
+            with self.assertRaises(TypeError):
+                copy.copy(wrong)
+            del large, wrong
+            self.assertEqual(pins(), 0)
+            sim.close()
 
     def test_guards_that_are_taken_out_end_by_themselves(self):
         with open_device(budget=3 * PAGE) as device:

@@ -220,6 +220,9 @@ class Interrupts(Case):
             interrupted(lambda: bar.fault(0, 64))
             interrupted(lambda: device.fault_many([(bar, 0, 64), (bar, 0, 1)]))
             interrupted(lambda: weight.fault())
+            from vbar._hold import Hold
+            hold = Hold(device, vbar.Ranges([(bar, 0, 64), (bar, 0, 1)]), 0)
+            interrupted(hold.fault)
             interrupted(lambda: guard.view("U8").__dlpack__())
             assert bar.residency()[0].pin_count == 1, bar.residency()
             with weight.fault() as bytes:

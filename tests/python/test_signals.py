@@ -14,6 +14,7 @@ import vbar
 from support import PAGE, Case, Sim, check_program, open_device, pattern, spec
 from vbar import _dlpack
 from vbar._call import call_often
+from vbar._hold import Hold
 
 
 class Raised(BaseException):
@@ -167,6 +168,32 @@ class Handlers(Case):
                     guards[1].close()
                     guards[0].signature
 
+            idle = []
+
+            def held():
+                # As around a streamed forward: the same one again, if it is not lost.
+                hold = idle.pop() if idle else Hold(device, twice, 0, idle)
+                if hold.fault() is None:
+                    with hold:
+                        pass
+
+            def held_and_dropped():
+                Hold(device, twice, 0).fault()
+
+            def held_and_lent():
+                hold = idle.pop() if idle else Hold(device, twice, 0, idle)
+                if hold.fault() is None:
+                    hold.lease()
+
+            def held_and_failed():
+                hold = Hold(device, twice, 0)
+                hold.fault()
+                try:
+                    with hold:
+                        raise ValueError
+                except ValueError:
+                    pass
+
             def many_kept():
                 return device.fault_many(twice)[1]
 
@@ -178,6 +205,7 @@ class Handlers(Case):
                 self.assertEqual([page.pin_count for page in pages], [0] * len(pages), number)
 
             calls = [faulted, of_a_model, closed, refilled, many, many_closed, many_taken]
+            calls += [held, held_and_dropped, held_and_lent, held_and_failed]
             for call in [*calls, many_kept, interface]:
                 with self.subTest(call.__name__):
                     self.check_everywhere(call, check)

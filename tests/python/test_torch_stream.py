@@ -4,6 +4,7 @@ The stand-in's operations read device addresses through the simulated device, wh
 read of what is not mapped: each test ends by looking at that, and at the pins that are left.
 """
 
+import contextlib
 import copy
 import gc
 import json
@@ -13,6 +14,7 @@ import struct
 import sys
 import threading
 import unittest
+from unittest import mock
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent / "stand_in"))
 
@@ -21,7 +23,7 @@ from support import MIB, PAGE, Case, Sim, open_device, write_model  # noqa: E402
 
 import vbar  # noqa: E402
 import vbar.torch  # noqa: E402
-from vbar.torch import StreamError, WeightOffloaded  # noqa: E402
+from vbar.torch import StreamError, WeightOffloaded, _units  # noqa: E402
 
 WIDTH = 4
 CODES = {"F32": "f", "F16": "e", "F64": "d", "I64": "q"}
@@ -106,7 +108,8 @@ INDEXES = [3, 0, 7]
 class Streams(Case):
     def setUp(self):
         super().setUp()
-        self.device = open_device()
+        # Evictions are to be whole, also when the last use is too young to have its fence.
+        self.device = open_device(context_waits=vbar.ContextWaits.ALLOWED)
         self.addCleanup(self.device.close)
         self.sim = Sim(self.device)
         self.addCleanup(self.sim.close)
@@ -295,13 +298,165 @@ class Streams(Case):
         vbar.torch.unstream(module, "cuda")
         self.assertEqual(module(x).tolist(), found)
 
-    def test_the_compiler_leaves_the_faults_alone_and_compiles_what_is_within(self):
+    # Within a graph: the stand-in runs what PyTorch's compiler would trace.
+
+    def traced(self):
+        return torch.compiler.said(torch.compiler._tracing)
+
+    def lent(self, module, tensors, **more):
+        return self.stream(module, tensors, one_graph=True, **more)
+
+    def test_scenario_56_what_is_traced_computes_the_same_through_evictions(self):
+        tensors, module = stack_tensors(), self.built()
+        streaming = self.lent(module, tensors)
+        wanted = ordinary(tensors).to("cuda")(self.indexes).tolist()
+        own = {id(child._parameters) for child in module.modules()}
+        for _ in range(3):
+            self.evict()
+            del torch._dense.done[:]
+            with self.traced():
+                self.assertEqual(module(self.indexes).tolist(), wanted)
+            self.check_no_pins(streaming)
+        # Its kernels read what an operation lent, and no tensor that asks had to pin for them.
+        self.assertEqual({id(child._parameters) for child in module.modules()}, own)
+        self.assertEqual(type(module.block0.scale).__name__, "StreamedParameter")
+        self.assertEqual(type(module.block0.shift).__name__, "StreamedTensor")
+
+    def test_scenario_56_lent_tensors_are_pinned_until_the_last_has_died(self):
+        seen = []
+
+        class Seeing(torch.nn.Linear):
+            def forward(self, x):
+                seen.extend([self.weight, self.bias])
+                return super().forward(x)
+
+        with vbar.torch.empty_model():
+            module = Stack()
+            module.block0.up = Seeing(WIDTH, WIDTH)
+        streaming = self.lent(module, stack_tensors())
+        bar = streaming.model.bar
+        with self.traced():
+            module(self.indexes)
+        for _ in range(2):
+            self.evict()
+            self.assertIs(type(seen[-1]), torch.Tensor)
+            self.assertEqual(seen[-1].tolist(), numbers(WIDTH, 20))
+            # Each of them has the pins of both.
+            self.assertEqual(sum(page.pin_count for page in bar.residency()), 2)
+            del seen[:-1]
+        del seen[:]
+        self.check_no_pins(streaming)
+
+    def test_scenario_56_an_exception_within_a_graph_leaves_no_pin(self):
+        class Failing(Block):
+            def forward(self, x):
+                super().forward(x)
+                raise KeyboardInterrupt
+
+        with vbar.torch.empty_model():
+            module = Stack()
+            module.block1 = Failing()
+        streaming = self.lent(module, stack_tensors(), patch={"block1.scale": lambda given: None})
+        with self.traced(), self.assertRaises(KeyboardInterrupt):
+            module(self.indexes)
+        self.check_no_pins(streaming)
+        self.assertEqual(type(module.block1.scale).__name__, "StreamedParameter")
+
+    def test_scenario_56_patches_offloading_and_graphs_of_before(self):
+        tensors, module = stack_tensors(), self.built()
+        patch = {"block1.scale": lambda given: given.add_(1)}
+        streaming = self.lent(module, tensors, patch=patch)
+        wanted = module(self.indexes).tolist()
+        for _ in range(2):
+            self.evict()
+            with self.traced():
+                self.assertEqual(module(self.indexes).tolist(), wanted)
+            self.check_no_pins(streaming)
+        bar = self.device.create_bar(64 * MIB)
+        self.evict()
+        with bar.fault(0, 64 * MIB, stream=vbar.NO_STREAM) as taken:
+            self.assertTrue(taken)
+            with self.traced():
+                self.refused("host_mapped", module, self.indexes, kind=WeightOffloaded)
+            self.check_no_pins(streaming)
+        del taken
+        bar.close()
+        x = torch.tensor([1.0] * WIDTH, device="cuda").requires_grad_()
+        with self.traced():
+            self.refused("inference only", module.block0.up, x)
+        # What was compiled does not know that the module was unstreamed; its guards do.
+        of_before = module.block0.up.forward
+        vbar.torch.unstream(module)
+        gc.collect()
+        with self.traced():
+            self.refused("was unstreamed", of_before, self.indexes)
+
+    def test_scenario_56_a_parent_that_uses_its_childs_weight_is_lent_it(self):
+        class Parent(Stack):
+            def forward(self, indexes):
+                told.append((self.block0.up.weight.shape, self.block0.up.weight.numel()))
+                x = torch._dense.linear(self.embedding(indexes), weight=self.block0.up.weight)
+                return x + self.block0.up.bias
+
+        told = []
+        with vbar.torch.empty_model():
+            module = Parent()
+        streaming = self.lent(module, stack_tensors())
+        self.evict()
+        with self.traced():
+            found = module(self.indexes).tolist()
+        plain = ordinary(stack_tensors()).to("cuda")
+        x = torch._dense.linear(plain.embedding(self.indexes), plain.block0.up.weight)
+        self.assertEqual(found, (x + plain.block0.up.bias).tolist())
+        self.assertEqual(told, [((WIDTH, WIDTH), WIDTH * WIDTH)])
+        self.check_no_pins(streaming)
+        with self.traced():
+            self.refused("patch=", module.block0.scale.add_, 1.0)
+            self.refused("hand out", module.block0.scale.untyped_storage)
+
+    def test_scenario_56_what_the_compiler_asks_and_export(self):
         module = self.built()
-        self.stream(module, stack_tensors())
+        self.lent(module, stack_tensors())
+        weight = module.block0.up.weight
+        # Of its storage it wants to know how large it is.
+        with mock.patch.object(torch._guards.TracingContext, "try_get", object):
+            self.assertEqual(weight.untyped_storage().address, weight.data_ptr())
+        self.refused("hand out", weight.untyped_storage)
+        with mock.patch.object(torch.compiler, "_is_exporting_flag", True):
+            described = torch.library.defined["fault_1"]["fake"]
+            self.refused("not exported", described, None, None, [torch.empty((1,))])
+        exporting = {"__name__": "torch.export._trace", "weight": weight}
+        self.refused("not exported", eval, "weight.untyped_storage()", exporting)
+
+    def test_scenario_56_graphs_break_at_the_forwards_unless_it_is_asked_for(self):
+        module = self.built()
+        streaming = self.stream(module, stack_tensors())
         forward = module.block0.__dict__["forward"]
         self.assertTrue(forward._torchdynamo_disable)
         self.assertFalse(forward.disabled_recursive)
         self.assertEqual(forward.__wrapped__, Block.forward.__get__(module.block0))
+        self.check_same(module, stack_tensors())
+        self.check_no_pins(streaming)
+        vbar.torch.unstream(module)
+        with mock.patch.object(torch, "__version__", "2.12.0+cu130"):
+            self.refused("2.11", self.lent, module, stack_tensors())
+        self.lent(module, stack_tensors())
+        self.assertFalse(hasattr(module.block0.__dict__["forward"], "_torchdynamo_disable"))
+
+    def test_scenario_56_the_operations_are_what_the_compiler_wants_to_know(self):
+        self.lent(self.built(), stack_tensors())
+        defined = torch.library.defined
+        two = "Tensor(a!) order, Tensor key, Tensor[] weights) -> (Tensor, Tensor)"
+        self.assertEqual(defined["fault_2"]["schema"], two)
+        self.assertTrue(defined["fault_1"]["schema"].endswith("-> Tensor"))
+        self.assertIn("cudagraph_unsafe", defined["fault_2"]["tags"])
+        used = "Tensor(a!) order, Tensor[] results, Tensor[] weights) -> ()"
+        self.assertEqual(defined["used"]["schema"], used)
+        given = [torch.empty((2, 3)), torch.empty((4,), dtype=torch.int64, device="cuda")]
+        made = defined["fault_2"]["fake"](None, None, given)
+        found = [(each.shape, each.dtype, each.device.type) for each in made]
+        wanted = [((2, 3), torch.float32, "cpu"), ((4,), torch.int64, "cuda")]
+        self.assertEqual(found, wanted)
 
     def test_questions_need_no_memory(self):
         module = self.built()
@@ -355,15 +510,17 @@ class Streams(Case):
 
     def test_an_interrupt_at_any_line_leaves_no_pin(self):
         tensors, module = stack_tensors(1), self.built(1)
-        streaming = self.stream(module, tensors, patch={"block0.scale": lambda tensor: None})
-        folder = str(pathlib.Path(vbar.torch.__file__).parent)
+        streaming = self.lent(module, tensors, patch={"block0.scale": lambda tensor: None})
+        folder = str(pathlib.Path(vbar.__file__).parent)
 
-        def interrupt_at(wanted):
+        def interrupt_at(wanted, within):
             """Whether a pass, from nothing resident, was interrupted at its line of that number."""
             seen = [0]
 
             def trace(frame, event, argument):
                 if not frame.f_code.co_filename.startswith(folder):
+                    return None
+                if frame.f_code.co_name in compiled:
                     return None
                 if event == "line":
                     seen[0] += 1
@@ -372,23 +529,27 @@ class Streams(Case):
                 return trace
 
             self.evict()
-            sys.settrace(trace)
-            try:
-                module(self.indexes)
-            except KeyboardInterrupt:
-                return True
-            finally:
-                sys.settrace(None)
+            with within():
+                sys.settrace(trace)
+                try:
+                    module(self.indexes)
+                except KeyboardInterrupt:
+                    return True
+                finally:
+                    sys.settrace(None)
             return False
 
-        line = 1
-        while interrupt_at(line):
-            gc.collect()
-            self.check_no_pins(streaming)
-            line += 1
-        self.assertGreater(line, 50)
-        self.check_same(module, tensors, 1)
-        self.assertEqual(type(module.block0.scale).__name__, "StreamedParameter")
+        # What is read by the compiler and runs as a graph, of which only operations are Python.
+        of_graphs = {"streamed_forward", "begin", "returned", "end", "tensors_in"}
+        for within, compiled in ((contextlib.nullcontext, {}), (self.traced, of_graphs)):
+            line = 1
+            while interrupt_at(line, within):
+                gc.collect()
+                self.check_no_pins(streaming)
+                line += 1
+            self.assertGreater(line, 100)
+            self.check_same(module, tensors, 1)
+            self.assertEqual(type(module.block0.scale).__name__, "StreamedParameter")
 
     def test_a_module_within_itself_and_shared_and_in_threads(self):
         class Deep(Block):
@@ -440,6 +601,38 @@ class Streams(Case):
         bar.close()
         self.check_same(module, stack_tensors(1), 1)
         self.check_no_pins(streaming)
+
+    def test_pins_of_other_threads_are_waited_for(self):
+        tensors, module = stack_tensors(1), self.built(1)
+        for patch in ({}, {"block0.scale": lambda tensor: None}):
+            streaming = self.stream(module, tensors, patch=patch)
+            self.evict()
+            bar, found, asleep = self.device.create_bar(64 * MIB), [], threading.Event()
+            bar.set_class(-1)
+            guard = bar.fault(0, 64 * MIB, stream=vbar.NO_STREAM)
+            self.assertTrue(guard)
+
+            def pause(seconds):
+                asleep.set()
+
+            def run():
+                try:
+                    found.append(module(self.indexes).tolist())
+                finally:
+                    asleep.set()
+
+            with mock.patch.object(_units, "_PATIENCE", 20.0):
+                with mock.patch.object(_units.time, "sleep", pause):
+                    thread = threading.Thread(target=run)
+                    thread.start()
+                    asleep.wait()
+                    guard.close()
+                    thread.join()
+            wanted = ordinary(tensors, 1).to("cuda")(self.indexes).tolist()
+            self.assertEqual(found, [wanted])
+            self.check_no_pins(streaming)
+            vbar.torch.unstream(module)
+            bar.close()
 
     def test_what_is_too_large_is_read_over_the_link_if_that_is_allowed(self):
         class Wide(torch.nn.Module):

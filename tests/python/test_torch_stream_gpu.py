@@ -321,12 +321,15 @@ class Stream(Case):
             wrong = []
             def work(module):
                 stream = torch.cuda.Stream()
-                with torch.cuda.stream(stream), torch.no_grad():
-                    for turn in range(5):
-                        found = module(WORDS)
-                        stream.synchronize()
-                        if not torch.equal(found, wanted):
-                            wrong.append(turn)
+                try:
+                    with torch.cuda.stream(stream), torch.no_grad():
+                        for turn in range(5):
+                            found = module(WORDS)
+                            stream.synchronize()
+                            if not torch.equal(found, wanted):
+                                wrong.append(turn)
+                except BaseException as error:
+                    wrong.append(error)
             torch.cuda.synchronize()
             threads = [threading.Thread(target=work, args=(each,)) for each in (one, other, one)]
             for thread in threads: thread.start()
@@ -347,6 +350,148 @@ class Stream(Case):
                 for turn in range(4):
                     torch.testing.assert_close(compiled(WORDS), wanted, atol=0.1, rtol=0.1)
             print(dict(torch._dynamo.utils.counters["graph_break"]))
+            assert pins(streaming) == 0
+        """, both=False)
+
+    def test_scenario_56_compiled_as_one_graph(self):
+        self.check("""
+            import torch._dynamo, torch._functorch.config
+            torch._functorch.config.error_on_custom_op_aliasing = True
+            plain, path, nbytes = made(count=2)
+            module = empty(count=2)
+            streaming = vbar.torch.stream(
+                module, path, part_of(nbytes, 2), one_graph=True, **OPTIONS)
+            counters, config = torch._dynamo.utils.counters, torch._dynamo.config
+            for backend in ("eager", "aot_eager", "inductor"):
+                torch._dynamo.reset()
+                with torch.no_grad():
+                    # As the compiler computes it: that is not bit by bit what eager kernels do.
+                    wanted = torch.compile(plain, fullgraph=True, backend=backend)(WORDS)
+                    counters.clear()
+                    compiled = torch.compile(module, fullgraph=True, backend=backend)
+                    same(compiled(WORDS), wanted, backend)
+                    with config.patch(error_on_recompile=True):
+                        for turn in range(10):
+                            streaming.device.free_memory()
+                            same(compiled(WORDS), wanted, f"{backend}, pass {turn}")
+                assert counters["stats"]["unique_graphs"] == 1, counters["stats"]
+                assert not counters["graph_break"], counters["graph_break"]
+                missed = "possibly_missed_reinplacing_bytes"
+                assert not counters["inductor"][missed], counters["inductor"]
+                assert pins(streaming) == 0
+            # When nothing is read anew: no kernel may take a weight's memory for its own.
+            if not installed:
+                streaming.device.budget = None
+            with torch.no_grad():
+                for turn in range(4):
+                    same(compiled(WORDS), wanted, f"resident, pass {turn}")
+        """)
+
+    def test_scenario_56_exceptions_and_interrupts_within_a_graph(self):
+        self.check("""
+            plain, path, nbytes = made(count=2)
+            module = empty(count=2)
+            streaming = vbar.torch.stream(
+                module, path, part_of(nbytes, 2), one_graph=True, **OPTIONS)
+            signal.signal(signal.SIGALRM, lambda *_: signal.default_int_handler(2, None))
+            caught = 0
+            with torch.no_grad():
+                compiled = torch.compile(module, fullgraph=True)
+                wanted = compiled(WORDS)
+                for turn in range(40):
+                    signal.setitimer(signal.ITIMER_REAL, 0.001 + turn * 0.0005)
+                    try:
+                        for _ in range(100):
+                            compiled(WORDS)
+                    except KeyboardInterrupt:
+                        caught += 1
+                    signal.setitimer(signal.ITIMER_REAL, 0)
+                    assert pins(streaming) == 0, turn
+                streaming.device.free_memory()
+                held = streaming.device.create_bar(nbytes)
+                budget, streaming.device.budget = streaming.device.budget, 3 * 2 * MIB
+                guards = [held.fault(at, MIB) for at in (0, 2 * MIB)]
+                assert all(guards)
+                refused(vbar.torch.WeightOffloaded, "host_mapped", compiled, WORDS)
+                gc.collect()
+                assert pins(streaming) == 0
+                for guard in guards: guard.close()
+                del guards, guard
+                held.close()
+                streaming.device.budget = budget
+                same(compiled(WORDS), wanted)
+            print(caught, "interrupts")
+            assert caught
+        """, both=False)
+
+    def test_scenario_56_graphs_that_break_parts_and_shapes(self):
+        self.check("""
+            import torch._dynamo
+            class Breaking(Layer):
+                def forward(self, x):
+                    y = self.before(x) * 1
+                    torch._dynamo.graph_break()
+                    x = x + self.attention(y, y, y, need_weights=False)[0]
+                    return x + self.down(F.gelu(self.up(self.middle(x))))
+            counters = torch._dynamo.utils.counters
+            plain, path, nbytes = made(count=3)
+            module = empty(count=3)
+            streaming = vbar.torch.stream(
+                module, path, part_of(nbytes, 2), one_graph=True, **OPTIONS)
+            with torch.no_grad():
+                wanted = torch.compile(plain, backend="aot_eager")(WORDS)
+                # Layers by themselves: one graph for all of them, whichever weights it is lent.
+                torch._dynamo.reset()
+                counters.clear()
+                layers = [torch.compile(layer, backend="aot_eager", fullgraph=True)
+                          for layer in module.layers]
+                x = module.embedding(WORDS) * module.scale + module.angles.mean().bfloat16()
+                for turn in range(2):
+                    y = x
+                    for layer in layers:
+                        y = layer(y)
+                    streaming.device.free_memory()
+                    same(module.head(module.norm(y)), wanted, "by layers")
+                assert counters["stats"]["unique_graphs"] == 1, counters["stats"]
+                # Shapes that change.
+                torch._dynamo.reset()
+                compiled = torch.compile(module, backend="aot_eager", fullgraph=True, dynamic=True)
+                for rows in (64, 17, 5):
+                    same(compiled(WORDS[:, :rows]),
+                         torch.compile(plain, backend="aot_eager")(WORDS[:, :rows]), rows)
+                # A break within a streamed forward: it is run as without a compiler, and what is
+                # called from there is compiled.
+                torch._dynamo.reset()
+                other = empty(count=3)
+                other.layers[1].__class__ = Breaking
+                second = vbar.torch.stream(other, path, device=streaming.device,
+                                       one_graph=True)
+                broken = torch.compile(other, backend="aot_eager")
+                for turn in range(3):
+                    same(broken(WORDS), wanted, "broken")
+                    streaming.device.free_memory()
+                assert type(other.norm.weight).__name__ == "StreamedParameter"
+                assert pins(second) == pins(streaming) == 0
+                # Compiled before it was streamed, and after it no longer is.
+                torch._dynamo.reset()
+                third = copy.deepcopy(plain)
+                compiled = torch.compile(third, backend="aot_eager", fullgraph=True)
+                same(compiled(WORDS), wanted)
+                vbar.torch.stream(third, path, device=streaming.device,
+                                       one_graph=True)
+                for turn in range(3):
+                    same(compiled(WORDS), wanted, "streamed")
+                    streaming.device.free_memory()
+                vbar.torch.unstream(third, "cuda")
+                same(compiled(WORDS), wanted)
+            x = torch.randn(2, 4, 512, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+            layer = torch.compile(module.layers[0], backend="aot_eager", fullgraph=True)
+            # As it is, or as what the compiler says of an exception that it has seen coming.
+            refused((StreamError, torch._dynamo.exc.Unsupported), "inference only", layer, x)
+            for strict in (False, True):
+                error = refused(Exception, "not exported", torch.export.export, module, (WORDS,),
+                                strict=strict)
+                print(type(error))
             assert pins(streaming) == 0
         """, both=False)
 

@@ -15,6 +15,7 @@ from ._parameters import StreamError, bytes_at, guard
 if TYPE_CHECKING:
     from .._bar import Allocation
     from .._model import Tensor as Described
+    from ._compiled import Loan
     from ._stream import Streaming
 
 #: What changes a weight after it was filled: in place, or by what it returns.
@@ -75,6 +76,9 @@ class Entry:
         self.source: Any = None
         self.plain: Any = None
         self.guarded: Any = None
+        #: What graphs are lent views of, and what they are lent by who is in no forward.
+        self.lent: Any = None
+        self.loan: Loan | None = None
         self.address, self.nbytes = described.address, described.nbytes
 
     @property
@@ -106,6 +110,15 @@ class Entry:
         if self.is_parameter:
             plain = torch.nn.Parameter(plain, requires_grad=False)
         self.plain, self.guarded = plain, guard(self, plain)
+        if self.streaming.lends:
+            # Of a storage of its own: an operation that lends it was given the other.
+            self.lent = self._view(torch, ordinal, self.address, plain.dtype)
+
+    def as_parameter(self, torch: Any) -> Any:
+        """The ordinary tensor; a buffer's as a parameter of the same memory."""
+        if self.is_parameter:
+            return self.plain
+        return torch.nn.Parameter(self.plain.detach(), requires_grad=False)
 
     def _view(self, torch: Any, ordinal: int, address: int, dtype: Any) -> Any:
         if not self.elements:

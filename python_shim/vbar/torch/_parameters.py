@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import sys
 from typing import TYPE_CHECKING, Any, Iterator, NoReturn
 
 from .._errors import Error
@@ -36,16 +37,34 @@ _ESCAPES = frozenset(
 )
 
 
+NO_EXPORT = (
+    "a streamed module is not exported: what torch.export makes has its weights within it. Compile "
+    "it by torch.compile, or export an ordinary one"
+)
+
+
 class StreamError(Error, RuntimeError):
     """A streamed module cannot do that, or not now; the text says why, and what to do."""
 
 
 @functools.lru_cache(maxsize=None)
-def guarded_types() -> tuple[Any, Any]:
-    """The subclasses of ``torch.nn.Parameter`` and of ``torch.Tensor``; made once, with torch."""
+def guarded_types(lends: bool) -> tuple[Any, Any]:
+    """The subclasses of ``torch.nn.Parameter`` and of ``torch.Tensor``; made once, with torch.
+
+    Args:
+        lends: whether graphs are lent them.
+    """
     import torch
 
+    from ._compiled import one_operation
+
+    kinds: list[Any] = []
+    is_traced = torch.compiler.is_dynamo_compiling
+    in_a_graph = one_operation(torch, kinds) if lends else None
+
     def ask(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if lends and is_traced():
+            return _traced(torch, in_a_graph, func, args, kwargs or {})
         return _outside(torch, func, args, kwargs or {})
 
     def refuse_pickle(self: Any, protocol: Any) -> NoReturn:
@@ -71,14 +90,15 @@ def guarded_types() -> tuple[Any, Any]:
         }
         return type(name, (base,), members)
 
-    return make("StreamedParameter", torch.nn.Parameter), make("StreamedTensor", torch.Tensor)
+    kinds += [make("StreamedParameter", torch.nn.Parameter), make("StreamedTensor", torch.Tensor)]
+    return kinds[0], kinds[1]
 
 
 def guard(entry: Entry, plain: Any) -> Any:
     """What stands for ``plain`` as long as nobody has pinned the entry."""
     import torch
 
-    parameter, tensor = guarded_types()
+    parameter, tensor = guarded_types(entry.streaming.lends)
     kind = parameter if isinstance(plain, torch.nn.Parameter) else tensor
     made = torch.Tensor._make_subclass(kind, plain, False)
     made._vbar_entry, made._vbar_plain = entry, plain
@@ -136,6 +156,23 @@ def bytes_at(torch: Any, address: int, nbytes: int, ordinal: int) -> Any:
 _CAPSULE_NAME = b"dltensor"
 
 
+def _traced(torch: Any, in_a_graph: Any, func: Any, args: Any, kwargs: Any) -> Any:
+    """As :func:`_outside`, read by the compiler."""
+    name = getattr(func, "__name__", "")
+    if name in _QUESTIONS:
+        return func(*_plain(args), **_plain(kwargs))
+    if name in _ESCAPES or name == "__set__" or _writes(name):
+        # Refused there, or the end of a graph.
+        return _outside(torch, func, args, kwargs)
+    return in_a_graph(func, args, kwargs)
+
+
+def _is_described() -> bool:
+    """Whether the compiler asks of which shape and kind a tensor is; it reads no bytes."""
+    guards = sys.modules.get("torch._guards")
+    return guards is not None and guards.TracingContext.try_get() is not None
+
+
 def _outside(torch: Any, func: Any, args: Any, kwargs: Any) -> Any:
     """What PyTorch asks instead of doing it: with pins, with ordinary tensors."""
     name = getattr(func, "__name__", "")
@@ -151,6 +188,8 @@ def _outside(torch: Any, func: Any, args: Any, kwargs: Any) -> Any:
     plain_args, plain_kwargs = _plain((args, kwargs))
     if name in _QUESTIONS or (name == "__get__" and attribute in _METADATA):
         return func(*plain_args, **plain_kwargs)
+    if name == "untyped_storage" and entries[0].loan is not None and _is_described():
+        return func(*plain_args, **plain_kwargs)
     _refuse_outlets(name, attribute, args, kwargs, entries)
     entries[0].streaming.refuse_gradients(plain_args, plain_kwargs)
     with entries[0].streaming.pinned(entries):
@@ -161,18 +200,33 @@ def _outside(torch: Any, func: Any, args: Any, kwargs: Any) -> Any:
 def _refuse_outlets(name: str, attribute: str, args: Any, kwargs: Any, entries: Any) -> None:
     called = entries[0].name
     if name in _ESCAPES or attribute == "__cuda_array_interface__":
+        if _is_exported():
+            raise StreamError(NO_EXPORT)
         raise StreamError(
             f"{name} would hand out the memory of {called}, which is streamed and not always "
             "there: take a copy, by clone() or cpu()"
         )
-    # `__iadd__` and its like write as `add_` does; `__init__` and `__invert__` do not.
-    in_place = name.endswith("_") and not name.endswith("__") or name in _WRITING_OPERATORS
-    writes = in_place and args and hasattr(args[0], "_vbar_entry")
+    writes = _writes(name) and args and hasattr(args[0], "_vbar_entry")
     if writes or next(_guarded_in(kwargs.get("out")), None) is not None:
         raise StreamError(
             f"{name} would write {called}, whose bytes are a file's and are read again after an "
             "eviction: change it by patch=, or call vbar.torch.unstream(module) first"
         )
+
+
+def _is_exported() -> bool:
+    """Whether it is torch.export that asks: it says so nowhere but in the stack."""
+    frame = sys._getframe()
+    while frame is not None:
+        if frame.f_globals.get("__name__", "").startswith(("torch.export", "torch._export")):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _writes(name: str) -> bool:
+    # `__iadd__` and its like write as `add_` does; `__init__` and `__invert__` do not.
+    return name.endswith("_") and not name.endswith("__") or name in _WRITING_OPERATORS
 
 
 _WRITING_OPERATORS = frozenset(

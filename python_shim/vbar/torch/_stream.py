@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
-from typing import TYPE_CHECKING, Any, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Callable, Iterable, Iterator, Mapping
 
 from .._bar import Bar
 from .._device import Device
 from .._errors import InvalidArgument
 from .._model import Model
 from .._sizes import Size
+from .._streams import handle_of
 from .._unshared import Unshared
 from . import _install
+from ._compiled import Loan, may_lend
 from ._entries import Entry, Patch, Slot, match, patches_by_entry
 from ._parameters import StreamError
 from ._units import ATTRIBUTE, WeightOffloaded, Pinner, Unit
@@ -37,6 +40,7 @@ def stream(
     dtypes: str = "same",
     patch: Mapping[str, Patch | None] | None = None,
     move_kept: bool = True,
+    one_graph: bool = False,
     **options: Any,
 ) -> Streaming:
     """Run a module whose weights are larger than the GPU: they come from the file when needed.
@@ -74,15 +78,20 @@ def stream(
             patched or cast has frames of its own beside the file's, while it is resident.
         move_kept: moves tensors that are not in the file to the device; else they stay where they
             are. Either way they keep their values, and are in :attr:`Streaming.kept`.
+        one_graph: lets ``torch.compile`` of PyTorch 2.11 make one graph of it, as said below.
         **options: as for :class:`vbar.Device` when it is opened here; with ``host_mapped=True``
             what cannot be resident is read over the link instead of :class:`WeightOffloaded`.
 
     ``torch.compile`` in its default mode compiles what is within each forward; the faults are no
-    part of a graph, so ``fullgraph=True`` is refused by the compiler.
+    part of a graph, so ``fullgraph=True`` is refused by the compiler. With ``one_graph=True`` they
+    are: faults are operations of the graph, and the weights that they lend it are pinned until the
+    last kernel that reads them was enqueued, or the graph ends by an exception. An exception that
+    somebody keeps may keep them, by its traceback. Not for CUDA graphs, which would have a copy of
+    each weight. ``torch.export`` fails.
 
     Raises:
-        StreamError: shapes or types differ, a tensor is on ``meta`` and not in the file, or the
-            module is streamed already. Nothing was changed.
+        StreamError: shapes or types differ, a tensor is on ``meta`` and not in the file, the module
+            is streamed already, or ``one_graph`` with another PyTorch. Nothing was changed.
         FileError, FormatError: as :meth:`vbar.Device.open_model`.
         InvalidArgument: an option is outside what is allowed, or a patch is of no tensor.
     """
@@ -92,6 +101,8 @@ def stream(
         raise InvalidArgument(f"dtypes is {dtypes!r}: same, file or module is expected")
     if any(ATTRIBUTE in child.__dict__ or _ROOT in child.__dict__ for child in module.modules()):
         raise StreamError("the module is streamed already, or a part of it: unstream it first")
+    if one_graph and not may_lend(torch):
+        raise StreamError(f"one_graph is for PyTorch 2.11, and this is {torch.__version__}")
     with contextlib.ExitStack() as undo:
         if device is None:
             device = undo.enter_context(_open(torch, budget, ordinal, options))
@@ -101,7 +112,7 @@ def stream(
             if options or budget != "auto":
                 raise InvalidArgument("budget and options are those of the device that is given")
         opened = undo.enter_context(device.open_model(model))
-        streaming = Streaming(torch, module, device, opened, model)
+        streaming = Streaming(torch, module, device, opened, model, one_graph)
         undo.callback(streaming._close_bar)
         streaming._prepare(dtypes, patch, move_kept)
         streaming._install(owned)
@@ -131,9 +142,17 @@ class Streaming(Unshared):
     """What :func:`stream` made of a module. The module has it, it need not be kept."""
 
     def __init__(
-        self, torch: Any, module: Any, device: Device, model: Model, path: ModelPath
+        self,
+        torch: Any,
+        module: Any,
+        device: Device,
+        model: Model,
+        path: ModelPath,
+        lends: bool,
     ) -> None:
         self._torch = torch
+        #: Whether graphs of the compiler are lent its weights.
+        self.lends = lends
         #: The module.
         self.module = module
         #: Where it is streamed.
@@ -157,10 +176,15 @@ class Streaming(Unshared):
         self._moved: list[tuple[list[Slot], Any]] = []
         self._trainable: list[Any] = []
         self._pinners: dict[tuple[Entry, ...], Pinner] = {}
-        self._is_open = True
+        #: Whether it was not unstreamed.
+        self.is_open = True
+        #: PyTorch's current stream on the device, as a handle.
+        self.current_stream = _current_stream_of(torch, device)
+        #: What operations within a graph seem to write: see :mod:`vbar.torch._compiled`.
+        self.order: Any = None
 
     def __repr__(self) -> str:
-        count, state = len(self._entries), "" if self._is_open else ", unstreamed"
+        count, state = len(self._entries), "" if self.is_open else ", unstreamed"
         return f"<vbar.torch.Streaming of {count} tensors, {self.model.nbytes} bytes{state}>"
 
     def repatch(self, patch: Mapping[str, Patch | None]) -> None:
@@ -195,7 +219,7 @@ class Streaming(Unshared):
             if entry.is_parameter:
                 copy = torch.nn.Parameter(copy, requires_grad=entry.requires_grad)
             back.append(copy)
-        self._is_open = False
+        self.is_open = False
         for unit in self._units:
             unit.remove()
         for entry, copy in zip(self._entries, back):
@@ -216,7 +240,7 @@ class Streaming(Unshared):
         Raises:
             StreamError: the module was unstreamed.
         """
-        if not self._is_open:
+        if not self.is_open:
             raise StreamError("the module was unstreamed: its tensors of before have no memory")
         return self.device
 
@@ -301,6 +325,10 @@ class Streaming(Unshared):
             elif isinstance(value, torch.nn.Parameter):
                 moved = torch.nn.Parameter(moved, requires_grad=value.requires_grad)
             self._moved.append((slots, moved))
+        if self.lends:
+            # An ordinary tensor wherever this is called.
+            with torch.inference_mode(False):
+                self.order = torch.empty((1,), dtype=torch.uint8, device=f"cuda:{ordinal}")
         self._make_units()
 
     def _make_places(self) -> None:
@@ -356,6 +384,8 @@ class Streaming(Unshared):
                 self._trainable.append(value)
         self._moved = []
         for entry in self._entries:
+            if self.lends:
+                entry.loan = Loan(self._torch, self, [entry], Pinner(self, [entry]).owned)
             entry.put(entry.guarded)
             # Its memory goes, if it had any.
             entry.before = None
@@ -372,6 +402,15 @@ class Streaming(Unshared):
 def _both(pinner: Pinner, other: Any) -> Iterator[None]:
     with pinner.pinned(), other:
         yield
+
+
+def _current_stream_of(torch: Any, device: Device) -> Callable[[], int]:
+    """What tells PyTorch's current stream on a device, as a handle; a hit takes no longer."""
+    ordinal = device._torch_ordinal
+    raw = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+    if ordinal is None or raw is None:
+        return functools.partial(handle_of, None, ordinal)
+    return functools.partial(raw, ordinal)
 
 
 def _open(torch: Any, budget: Size, ordinal: int | None, options: dict[str, Any]) -> Device:

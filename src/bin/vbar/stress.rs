@@ -49,7 +49,8 @@ pub(crate) const HELP: Help = Help {
     ],
     notes: &[
         "Which operations a thread makes follows from the seed; how they interleave does not, \
-         unless the device is simulated with a seed of its own (sim:seed=7). Without options a \
+         unless the device is simulated with a seed of its own (sim:seed=7): what fails cannot be \
+         cut down to fewer operations. Without options a \
          simulated device is small, and its new memory is not zeroed.",
         DEVICES,
     ],

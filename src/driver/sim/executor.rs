@@ -195,7 +195,7 @@ impl Core {
                 self.threads.ended.wait_for(&mut count, IDLE);
             }
             let now = self.activity.load(Ordering::Relaxed);
-            if now == seen {
+            if now == seen && !self.unhelped.load(Ordering::Relaxed) {
                 while self.step() == Step::Ran && !self.is_stopping() {}
             }
             seen = self.activity.load(Ordering::Relaxed);

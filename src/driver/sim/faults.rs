@@ -3,7 +3,7 @@
 //! Owns the rules. A verb asks before it does anything, so an injected failure changes nothing.
 //! Does not own the loss of a device that a sticky code brings; the caller sees to that.
 
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 
 use parking_lot::{Condvar, Mutex};
 
@@ -24,10 +24,22 @@ pub struct FailRule {
     pub code: DriverCode,
 }
 
+/// How often calls of a verb failed with a code because they were told to.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Struck {
+    /// The verb.
+    pub verb: Verb,
+    /// What its calls returned.
+    pub code: DriverCode,
+    /// How many of them.
+    pub count: u64,
+}
+
 #[derive(Default)]
 struct Rules {
     rules: Vec<FailRule>,
     rate: Option<(f64, Random)>,
+    struck: Vec<Struck>,
 }
 
 /// The rules in force.
@@ -35,6 +47,8 @@ struct Rules {
 pub(super) struct Faults {
     /// Whether there is any rule: the one thing that a quick verb reads.
     armed: AtomicBool,
+    /// How many ask that nothing fails for the moment.
+    spared: AtomicU32,
     rules: Mutex<Rules>,
     /// The verb whose calls do not return until they are healed.
     hung: Mutex<Option<Verb>>,
@@ -58,10 +72,24 @@ impl Faults {
     }
 
     pub(super) fn heal(&self) {
-        *self.rules.lock() = Rules::default();
+        let mut rules = self.rules.lock();
+        (rules.rules, rules.rate) = (Vec::new(), None);
+        drop(rules);
         self.armed.store(false, Ordering::Release);
         *self.hung.lock() = None;
         self.healed.notify_all();
+    }
+
+    /// Calls made meanwhile fail for no rule, and no rule counts them.
+    pub(super) fn spare<R>(&self, during: impl FnOnce() -> R) -> R {
+        self.spared.fetch_add(1, Ordering::AcqRel);
+        let made = during();
+        self.spared.fetch_sub(1, Ordering::AcqRel);
+        made
+    }
+
+    pub(super) fn struck(&self) -> Vec<Struck> {
+        self.rules.lock().struck.clone()
     }
 
     fn wait_if_hung(&self, verb: Verb) {
@@ -73,7 +101,7 @@ impl Faults {
 
     /// The code that this call of `verb` fails with, if it does. Counts the call.
     pub(super) fn check(&self, verb: Verb) -> Option<DriverCode> {
-        if !self.armed.load(Ordering::Acquire) {
+        if !self.armed.load(Ordering::Acquire) || self.spared.load(Ordering::Acquire) > 0 {
             return None;
         }
         self.wait_if_hung(verb);
@@ -97,7 +125,20 @@ impl Faults {
                 failed = Some(codes[random.below(codes.len() as u64) as usize]);
             }
         }
+        if let Some(code) = failed {
+            rules.note(verb, code);
+        }
         failed
+    }
+}
+
+impl Rules {
+    fn note(&mut self, verb: Verb, code: DriverCode) {
+        let known = |struck: &&mut Struck| (struck.verb, struck.code) == (verb, code);
+        match self.struck.iter_mut().find(known) {
+            Some(struck) => struck.count += 1,
+            None => self.struck.push(Struck { verb, code, count: 1 }),
+        }
     }
 }
 
@@ -115,8 +156,10 @@ mod tests {
         assert_eq!(faults.check(Verb::MemUnmap), None);
         faults.add(FailRule { verb: Verb::MemMap, skip: 0, count: u64::MAX, code });
         assert!((0..100).all(|_| faults.check(Verb::MemMap).is_some()));
+        assert_eq!(faults.spare(|| faults.check(Verb::MemMap)), None);
         faults.heal();
         assert_eq!(faults.check(Verb::MemMap), None);
+        assert_eq!(faults.struck(), [Struck { verb: Verb::MemMap, code, count: 101 }]);
     }
 
     #[test]

@@ -7,7 +7,7 @@
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use super::faults::FailRule;
+use super::faults::{FailRule, Struck};
 use super::memory::Piece;
 use super::order::Clock;
 use super::os;
@@ -134,6 +134,30 @@ impl Sim {
     /// Ends all injected failures. A lost device stays lost.
     pub fn heal(&self) {
         self.core.faults.heal();
+    }
+
+    /// Calls that failed because they were told to, so far.
+    #[must_use]
+    pub fn struck(&self) -> Vec<Struck> {
+        self.core.faults.struck()
+    }
+
+    /// Calls that `during` makes are spared: none fails because it was told to, and none counts
+    /// for a rule. Those of other threads are spared too.
+    pub fn spare<R>(&self, during: impl FnOnce() -> R) -> R {
+        self.core.faults.spare(during)
+    }
+
+    /// With a seed: nothing runs between the program's calls from now on, however long it makes
+    /// none. The interleaving of a program of one thread does not depend on the clock then.
+    pub fn run_unhelped(&self) {
+        self.core.unhelped.store(true, Ordering::Relaxed);
+    }
+
+    /// Whether a device was lost for this process.
+    #[must_use]
+    pub fn is_lost(&self, device: DeviceOrdinal) -> bool {
+        self.core.is_lost(device.0 as usize)
     }
 
     /// Loses a device for this process: every later call that touches it returns `code`.

@@ -39,7 +39,7 @@ mod stream;
 mod verb;
 
 pub use capture::SimGraph;
-pub use faults::FailRule;
+pub use faults::{FailRule, Struck};
 pub use options::{OnViolation, SimKey, SimOptions};
 pub use verb::Verb;
 
@@ -82,6 +82,8 @@ struct Core {
     /// The interleaving's draws; held while an operation runs.
     seeded: Option<Mutex<random::Random>>,
     activity: AtomicU64,
+    /// Nothing runs between the program's calls.
+    unhelped: AtomicBool,
     stopping: AtomicBool,
     threads: Arc<Threads>,
 }
@@ -159,6 +161,7 @@ impl Sim {
             random: Mutex::new(random::Random::new(!seed)),
             seeded: options.seed.map(|seed| Mutex::new(random::Random::new(seed))),
             activity: AtomicU64::new(0),
+            unhelped: AtomicBool::new(false),
             stopping: AtomicBool::new(false),
             threads: Arc::default(),
             options,

@@ -411,10 +411,10 @@ impl Pager {
         }
         let mut users = claim.users.clone();
         if claim.bar.bound().is_some() {
-            // A fence that nobody records never passes: without one the copies are waited for.
-            let fence = self.filler().and_then(|filler| match filler.fence() {
-                Ok(ticket) => Ok(Some(ticket)),
-                Err(_) => filler.wait().map(|()| None),
+            // Without a fence the copies are waited for, or the next one is theirs too.
+            let fence = self.filler().map(|filler| match filler.fence() {
+                Ok(ticket) => Some(ticket),
+                Err(_) => filler.wait().is_err().then(|| filler.stamp()),
             });
             users.extend(fence.unwrap_or_else(|_| Some(self.device.fences.unrecorded_stamp())));
         }

@@ -78,23 +78,23 @@ impl Pager {
     }
 
     /// Takes pages of an arena back, which are pinned once each, by the fault that made them
-    /// resident. `take` says which, once nothing can keep them from going: its allocator knows
-    /// nothing of them any more. Returns how many frames can be had now, in stream order or at
-    /// once.
+    /// resident. `take_out` takes them out of the allocator's own tables, with no lock held.
+    /// Returns how many frames can be had now, in stream order or at once.
     ///
     /// # Errors
     /// `TimedOut` and `Cancelled` of waiting for users, `DeviceLost`, `ProcessEnding`, and what the
-    /// driver says. Pages that were taken go all the same, when their users have passed.
+    /// driver says. Pages that `take_out` was asked for go all the same, when their users have
+    /// passed; where the context cannot be entered it is not asked.
     pub fn give_back(
         &self,
         arena: &Arc<Bar>,
-        take: impl FnOnce() -> Vec<Returned>,
+        take_out: impl FnOnce() -> Vec<Returned>,
         to: GiveTo,
     ) -> Result<u32> {
         self.device.check()?;
         // Before any table changes: what was taken out of them must be carried through.
         let _scope = self.device.enter()?;
-        let pages = take();
+        let pages = take_out();
         if pages.is_empty() {
             return Ok(0);
         }

@@ -103,8 +103,11 @@ impl Pager {
             let kept = self.lift_all_poison(&bar);
             if left == Left::Quarantined || kept.is_some() {
                 log::error!("addresses of VBAR {id} are lost: it has pages in quarantine");
-            } else if let Err(error) = space::free(&*self.device.driver, bar.space) {
-                log::error!("addresses of VBAR {id} are lost: {}", self.device.note(error));
+            } else if let Err(error) =
+                self.device.retry(|| space::free(&*self.device.driver, bar.space))
+            {
+                let error = self.device.note(error);
+                log::error!("addresses of VBAR {id} are lost: {error}");
             }
             if let (Some(filler), Some(bound)) = (self.made_filler(), bar.bound()) {
                 filler.retire(bar.id, bound);

@@ -407,7 +407,8 @@ impl Pager {
             && let (Some(address), Some(frame)) = (base, frame)
             && let Err(error) = self.unmap_at(address)
         {
-            log::error!("addresses of the poison are lost: {}", self.device.note(error.into()));
+            let error = self.device.note(error.into());
+            log::error!("addresses of the poison are lost: {error}");
             let mut state = self.state.lock();
             state.frames.note_stray(frame);
             state.quarantined_pages += 1;
@@ -416,13 +417,15 @@ impl Pager {
         if let Some(base) = base
             && let Err(error) = self.device.retry(|| driver.mem_address_free(base, page_bytes))
         {
-            log::error!("addresses of the poison are lost: {}", self.device.note(error.into()));
+            let error = self.device.note(error.into());
+            log::error!("addresses of the poison are lost: {error}");
         }
         if let Some(stream) = stream {
             // Only saves the slot: its last record has passed, so another stream may take it.
             let _ = self.device.fences.retire(stream);
             if let Err(error) = self.device.retry(|| driver.stream_destroy(stream)) {
-                log::warn!("the stream of the poison stays: {}", self.device.note(error.into()));
+                let error = self.device.note(error.into());
+                log::warn!("the stream of the poison stays: {error}");
             }
         }
         let handle = frame.and_then(|frame| self.state.lock().frames.remove(frame));

@@ -135,7 +135,8 @@ impl Pager {
         {
             // The stamps stay uncovered until the stream is used again, or the context is waited
             // for.
-            log::warn!("no fence was recorded: {}", self.device.note(error));
+            let error = self.device.note(error);
+            log::warn!("no fence was recorded: {error}");
         }
     }
 
@@ -212,7 +213,8 @@ impl Pager {
                 Ok(None) => return,
                 Ok(Some(other)) => slot = other,
                 Err(error) => {
-                    log::warn!("a use is known to no fence: {}", self.device.note(error));
+                    let error = self.device.note(error);
+                    log::warn!("a use is known to no fence: {error}");
                     let unknown = self.device.fences.unrecorded_stamp();
                     for (_, page) in bar.table.pages(hold.pages.clone()) {
                         self.stamp_page(page, unknown);

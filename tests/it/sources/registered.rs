@@ -69,7 +69,7 @@ impl Rig {
     #[track_caller]
     pub(super) fn register(&self) {
         self.stream(3);
-        for _ in 0..400 {
+        for _ in 0..6000 {
             if self.registered_bytes() == u64::from(PAGES) * UNIT {
                 return;
             }

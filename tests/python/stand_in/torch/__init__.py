@@ -19,6 +19,7 @@ from ._dense import (  # noqa: F401
     arange,
     device,
     dtype,
+    empty_like,
     inference_mode,
     is_grad_enabled,
     no_grad,
@@ -72,4 +73,19 @@ def empty(nbytes, *, dtype=None, device=None):
 
 _dense.Tensor = Tensor
 
-from . import _C, accelerator, backends, compiler, cuda, nn, utils  # noqa: E402,F401
+from . import (  # noqa: E402,F401
+    _C,
+    _guards,
+    accelerator,
+    backends,
+    compiler,
+    cuda,
+    library,
+    nn,
+    utils,
+)
+from .library import ops  # noqa: E402,F401
+
+
+class Tag:
+    flexible_layout, cudagraph_unsafe = "flexible_layout", "cudagraph_unsafe"

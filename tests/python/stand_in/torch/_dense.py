@@ -109,6 +109,11 @@ def tensor(values, dtype=None, device=None):
     return made
 
 
+def empty_like(own):
+    _, _, shape, kind, where = own._told
+    return empty(shape, kind, where)
+
+
 def arange(count, dtype=None):
     return tensor(list(range(count)), dtype)
 
@@ -126,7 +131,10 @@ def no_grad():
         _grad.pop()
 
 
-inference_mode = no_grad
+@contextlib.contextmanager
+def inference_mode(mode=True):
+    with no_grad() if mode else contextlib.nullcontext():
+        yield
 
 
 def _asked(value):
@@ -283,6 +291,11 @@ class Dense:
     @op
     def untyped_storage(self):
         return self._told[0]
+
+    @op
+    def __int__(self):
+        (only,) = _read(self)
+        return int(only)
 
     @op
     def tolist(self):
