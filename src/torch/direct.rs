@@ -66,7 +66,8 @@ impl Allocator {
     /// As `serve`; the address itself.
     pub(super) fn serve_directly(&self, direct: &Direct, ask: &Ask) -> Result<Option<u64>> {
         let Some(bytes) = rounded(ask.requested) else { return Ok(None) };
-        let place = Place { pool: ask.pool, stream: ask.slot.stream_id() };
+        let pool = self.core.lock().standing_pool(ask.pool);
+        let place = Place { pool, stream: ask.slot.stream_id() };
         let requested = ask.requested;
         let held = Held { bytes, requested, place, stream: ask.stream, is_shared: false };
         let cached = {

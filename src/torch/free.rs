@@ -167,7 +167,7 @@ impl Allocator {
             && waiting.tickets.iter().all(|ticket| fences.known_passed(*ticket));
         let heap = waiting.heap;
         if core.heap(heap).slot != slot && core.heap(heap).slot.stream_id() == slot.stream_id() {
-            core.move_heap(heap, slot);
+            core.move_heap(heap, slot, fences);
         }
         if done && let Some(waiting) = core.pending.remove(offset) {
             core.put_back(offset, &waiting, fences);

@@ -3,7 +3,7 @@
 //! Also the counting of both ways.
 
 use super::extents::Piece;
-use super::heap::{Core, LARGE, MID, Sort};
+use super::heap::{Core, Heap, LARGE, MID, Sort};
 use super::pages::{Use, kind_of};
 use super::pending::Waiting;
 use super::statistics::Kind;
@@ -112,9 +112,12 @@ impl Core {
     /// Caches a block that waits for nothing more but its own stream.
     pub(super) fn put_back(&mut self, offset: u64, waiting: &Waiting, fences: &Fences) {
         let Waiting { bytes, heap, sort, own, .. } = *waiting;
-        let mark = match own.slot() == self.heap(heap).index && !fences.known_passed(own) {
-            true => own.sequence(),
-            false => 0,
+        let Heap { slot, index, .. } = *self.heap(heap);
+        let mark = match fences.known_passed(own) {
+            true => 0,
+            false if own.slot() == index => own.sequence(),
+            // On a slot that was retired since: what is recorded on the new one comes later.
+            false => fences.stamp(slot).sequence(),
         };
         match sort {
             Sort::Slot(at) => {

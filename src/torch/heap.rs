@@ -253,13 +253,19 @@ impl Core {
     }
 
     /// As [`Core::known_heap`], of a stream whose slot was just found; made if it is new.
-    pub(super) fn heap_of(&mut self, pool: u32, slot: StreamSlot, stream: Stream) -> u32 {
+    pub(super) fn heap_of(
+        &mut self,
+        pool: u32,
+        slot: StreamSlot,
+        stream: Stream,
+        fences: &Fences,
+    ) -> u32 {
         let found = self.known_heap(pool, slot.stream_id());
         let Some(heap) = found else { return self.make_heap(pool, slot, stream) };
         let entry = self.heap_mut(heap);
         entry.stream = stream;
         if entry.slot != slot {
-            self.move_heap(heap, slot);
+            self.move_heap(heap, slot, fences);
         }
         heap
     }
@@ -288,19 +294,25 @@ impl Core {
         at as u32
     }
 
-    /// The stream has another slot now. Its old one was free for others because all that was
-    /// stamped had passed, so the marks count no more.
+    /// The stream has another slot now. Where its old one became free for others because all that
+    /// was stamped had passed, the marks count no more. One that was retired may have work before
+    /// its last record: what is recorded on the new slot comes after that.
     #[cold]
-    pub(super) fn move_heap(&mut self, heap: u32, slot: StreamSlot) {
-        let entry = self.heap_mut(heap);
+    pub(super) fn move_heap(&mut self, heap: u32, slot: StreamSlot, fences: &Fences) {
+        let entry = self.heaps[heap as usize].as_mut().expect("a heap with blocks exists");
+        let old = entry.index;
+        let mark_of = |mark: u64| match mark == 0 || fences.known_passed(Ticket::new(old, mark)) {
+            true => 0,
+            false => fences.stamp(slot).sequence(),
+        };
         (entry.slot, entry.index) = (slot, slot.index());
         for free in &mut entry.free {
             for piece in free.take_passed(|_| true) {
-                free.insert(Piece { mark: 0, ..piece });
+                free.insert(Piece { mark: mark_of(piece.mark), ..piece });
             }
         }
         let slabs = self.slabs.iter_mut().flatten();
-        slabs.filter(|slab| slab.heap == heap).for_each(|slab| slab.mark = 0);
+        slabs.filter(|slab| slab.heap == heap).for_each(|slab| slab.mark = mark_of(slab.mark));
     }
 
     /// The heap's ticket for all work enqueued on its stream by now; `None` when the stream's slot

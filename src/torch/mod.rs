@@ -301,6 +301,9 @@ impl Allocator {
     /// Nothing is served and nothing is done from now on: the device is about to be closed.
     pub(crate) fn close(&self) {
         self.closed.store(true, Release);
-        self.end_row();
+        // The driver is not to be called, nor a lock touched, at the exit and in a forked child.
+        if !process::ending() {
+            self.end_row();
+        }
     }
 }

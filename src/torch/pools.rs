@@ -7,10 +7,11 @@
 
 use std::sync::Arc;
 
-use super::extents::Piece;
+use super::extents::{Extents, Piece};
 use super::heap::{Core, ORDINARY, Pool};
 use super::{Allocator, PoolFilter, PoolId};
 use crate::process;
+use crate::sync::fence::Fences;
 use crate::sync::ticket::Ticket;
 use crate::sync::{AtomicU32, Mutex, Relaxed, Release};
 use crate::units::Stream;
@@ -126,14 +127,15 @@ impl Allocator {
         self.release_pool_directly(direct, index);
     }
 
-    /// The pool that a request for work on a stream comes from.
-    pub(super) fn route(&self, stream: Stream) -> u32 {
+    /// The pool that a request for work on a stream comes from, and its id.
+    pub(super) fn route(&self, stream: Stream) -> (u32, Option<PoolId>) {
         if !self.open.any() {
-            return ORDINARY;
+            return (ORDINARY, None);
         }
         let open = self.open.pools.lock().clone();
         let admits = |pool: &&Arc<OpenPool>| (pool.filter)(stream);
-        open.iter().rev().find(admits).map_or(ORDINARY, |pool| pool.index)
+        let admitted = open.iter().rev().find(admits);
+        admitted.map_or((ORDINARY, None), |pool| (pool.index, Some(pool.id)))
     }
 }
 
@@ -141,6 +143,13 @@ impl Core {
     pub(super) fn known_pool(&self, id: PoolId) -> Option<u32> {
         let same = |pool: &Option<Pool>| pool.as_ref().is_some_and(|pool| pool.id == Some(id));
         self.pools.iter().position(same).map(|at| at as u32)
+    }
+
+    /// The pool that a request was routed to, or the ordinary one when it is released by now.
+    pub(super) fn standing_pool(&self, (index, id): (u32, Option<PoolId>)) -> u32 {
+        let is_same = |pool: &Pool| pool.id == id && pool.retired.is_none();
+        let pool = self.pools.get(index as usize).and_then(Option::as_ref);
+        if pool.is_some_and(is_same) { index } else { ORDINARY }
     }
 
     fn pool_of(&mut self, id: PoolId) -> u32 {
@@ -179,11 +188,12 @@ impl Core {
     }
 
     /// The memory of pools that were released, and whose last launches are over, is ordinary.
-    pub(super) fn merge_retired(&mut self, passed: impl Fn(Ticket) -> bool) {
+    pub(super) fn merge_retired(&mut self, fences: &Fences) {
         for index in 0..self.pools.len() as u32 {
             let retired = self.pools[index as usize].as_ref().and_then(|pool| pool.retired);
-            if retired.is_some_and(&passed) && !self.is_growing(index) {
-                self.merge_pool(index);
+            let passed = retired.is_some_and(|retired| fences.known_passed(retired));
+            if passed && !self.is_growing(index) {
+                self.merge_pool(index, fences);
             }
         }
     }
@@ -194,7 +204,7 @@ impl Core {
         pages.any(|page| page.pool == index && page.used_for == super::pages::Use::Mapping)
     }
 
-    fn merge_pool(&mut self, index: u32) {
+    fn merge_pool(&mut self, index: u32, fences: &Fences) {
         let Some(pool) = self.pools[index as usize].take() else { return };
         for page in 0..self.pages.known() {
             let entry = self.pages.page(page);
@@ -214,8 +224,11 @@ impl Core {
         }
         for (id, heap) in pool.heaps {
             match self.known_heap(ORDINARY, id) {
-                Some(into) => self.merge_heap(heap, into),
-                None => {
+                Some(into) if self.is_comparable(heap, into, fences) => {
+                    self.merge_heap(heap, into);
+                }
+                // A second one of the stream's goes when all in it is anybody's or live no more.
+                _ => {
                     self.heap_mut(heap).pool = ORDINARY;
                     self.pool_mut(ORDINARY).heaps.push((id, heap));
                 }
@@ -223,11 +236,22 @@ impl Core {
         }
     }
 
-    /// Moves everything of one heap into another of the same stream. All that was freed in it has
-    /// passed: it waited for the device.
+    /// Whether the marks of one heap can be those of another of the same stream: they are of one
+    /// slot, or have all passed. What was freed since the pool was released may be in use.
+    fn is_comparable(&self, from: u32, into: u32, fences: &Fences) -> bool {
+        let heap = self.heap(from);
+        let slabs = self.slabs.iter().flatten().filter(|slab| slab.heap == from);
+        let pieces = heap.free.iter().flat_map(Extents::iter).map(|piece| piece.mark);
+        let mut marks = pieces.chain(slabs.map(|slab| slab.mark));
+        heap.slot == self.heap(into).slot
+            || marks.all(|mark| fences.known_passed(heap.ticket(mark)))
+    }
+
+    /// Moves everything of one heap into another of the same stream, of which it
+    /// [is comparable](Self::is_comparable).
     fn merge_heap(&mut self, from: u32, into: u32) {
         let Some(heap) = self.heaps[from as usize].take() else { return };
-        let own = heap.index == self.heap(into).index;
+        let own = heap.slot == self.heap(into).slot;
         let target = self.heap_mut(into);
         target.held += heap.held;
         for (kind, mut free) in heap.free.into_iter().enumerate() {

@@ -49,6 +49,15 @@ pub(super) struct Recorder {
     open: Mutex<Option<Open>>,
 }
 
+impl Drop for Recorder {
+    fn drop(&mut self) {
+        // What the parent has not written yet is the parent's to write, to a file that both have.
+        if process::is_forked() {
+            std::mem::forget(self.open.get_mut().take());
+        }
+    }
+}
+
 /// A block that lives when a record begins.
 pub(super) struct Living {
     pub(super) address: u64,

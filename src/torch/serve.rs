@@ -6,9 +6,9 @@
 //! each the heap is searched again. Only then the request is out of memory.
 
 use super::grow::Growth;
-use super::heap::Sort;
+use super::heap::{Core, Sort};
 use super::sweep::Which;
-use super::{Allocator, OutOfMemory};
+use super::{Allocator, OutOfMemory, PoolId};
 use crate::driver::CaptureState;
 use crate::error::{Error, ErrorCode, Result};
 use crate::memory::page_table::PageState;
@@ -27,7 +27,8 @@ pub(super) struct Ask {
     pub(super) stream: Stream,
     pub(super) slot: StreamSlot,
     pub(super) capture: CaptureState,
-    pub(super) pool: u32,
+    /// The pool, by its place and its id: it may be released while it is asked for.
+    pub(super) pool: (u32, Option<PoolId>),
     /// A segment for a caller that caches by itself.
     pub(super) sort: Sort,
 }
@@ -117,8 +118,9 @@ impl Allocator {
         }
         let mut tried = Tried::Nothing;
         let mut wait = None;
+        let mut ask = *ask;
         loop {
-            match self.try_to_serve(ask)? {
+            match self.try_to_serve(&ask)? {
                 Tries::Served(offset) => return Ok(Some(offset)),
                 // Victims of a request that can wait for no stream: they are free in a moment.
                 Tries::Short(Some(Reason::FencePending)) if self.pause(&mut wait)? => {}
@@ -126,17 +128,27 @@ impl Allocator {
                 Tries::Short(Some(Reason::TooLarge)) => return Ok(None),
                 Tries::Short(_) if tried == Tried::Device => return Ok(None),
                 Tries::Short(_) => {
-                    tried = self.make_room(ask, tried)?;
+                    tried = self.make_room(&ask, tried)?;
                     self.core.lock().statistics.num_alloc_retries += 1;
                 }
             }
+            // While something was waited for the slot may have become another stream's.
+            if let Some(slot) = device.fences.confirm(ask.slot)? {
+                ask.slot = slot;
+            }
         }
+    }
+
+    /// The heap that a request is for.
+    fn heap_for(&self, core: &mut Core, ask: &Ask) -> u32 {
+        let pool = core.standing_pool(ask.pool);
+        core.heap_of(pool, ask.slot, ask.stream, &self.pager.device.fences)
     }
 
     /// Takes what is there for the stream, as the quick way does.
     fn search(&self, ask: &Ask) -> Option<u64> {
         let mut core = self.core.lock();
-        let heap = core.heap_of(ask.pool, ask.slot, ask.stream);
+        let heap = self.heap_for(&mut core, ask);
         if ask.sort == Sort::Segment {
             return core.take_segment(heap, ask.requested);
         }
@@ -148,7 +160,7 @@ impl Allocator {
         self.poll_others(ask);
         let claimed = {
             let mut core = self.core.lock();
-            let heap = core.heap_of(ask.pool, ask.slot, ask.stream);
+            let heap = self.heap_for(&mut core, ask);
             core.settle(heap, &self.pager.device.fences);
             let taken = match ask.sort {
                 Sort::Segment => core.take_segment(heap, ask.requested),
@@ -207,25 +219,33 @@ impl Allocator {
         };
         let generations: Vec<Generation> =
             holds.iter().flat_map(|hold| hold.generations.as_slice().iter().copied()).collect();
-        let ready = self.ready_of(ask, &growth);
+        let fences = &self.pager.device.fences;
+        // As above.
+        let moved = fences.confirm(ask.slot).unwrap_or_else(|error| {
+            log::debug!("whether a stream has its slot still: {error}");
+            None
+        });
+        let ready = self.ready_of(moved.unwrap_or(ask.slot), &growth);
         let mut core = self.core.lock();
+        if let Some(slot) = moved.filter(|slot| *slot != core.heap(growth.heap).slot) {
+            core.move_heap(growth.heap, slot, fences);
+        }
         if let Some(offset) = core.finish(&growth, &generations, ready) {
             return Ok(Tries::Served(offset));
         }
-        let fences = &self.pager.device.fences;
         let taken = core.take(growth.heap, ask.requested, fences);
         taken.map_or(Ok(Tries::Short(None)), |offset| Ok(Tries::Served(offset)))
     }
 
     /// After which the fresh pages may be used by another stream than the one that asked.
-    fn ready_of(&self, ask: &Ask, growth: &Growth) -> Ticket {
+    fn ready_of(&self, slot: StreamSlot, growth: &Growth) -> Ticket {
         let fences = &self.pager.device.fences;
         let mut pages = growth.fresh.iter().cloned().flatten();
         let is_ready = |page| fences.known_passed(self.arena.table.page(PageIndex(page)).ready());
         match pages.all(is_ready) {
             true => Ticket::NONE,
             // Recorded on this stream already, so what comes after is later.
-            false => fences.stamp(ask.slot),
+            false => fences.stamp(slot),
         }
     }
 
@@ -287,8 +307,8 @@ impl Allocator {
         let device = &self.pager.device;
         let spans = {
             let mut core = self.core.lock();
-            let own = core.heap_of(ask.pool, ask.slot, ask.stream);
-            core.unsettled(ask.pool, own, &device.fences)
+            let own = self.heap_for(&mut core, ask);
+            core.unsettled(core.heap(own).pool, own, &device.fences)
         };
         for span in spans {
             if let Err(error) = device.fences.cover(span.oldest) {

@@ -80,7 +80,7 @@ impl Core {
     /// Lets a heap have what is free in its pool and no work uses any more, and makes whole pages
     /// of what was cut.
     pub(super) fn settle(&mut self, own: u32, fences: &Fences) {
-        self.merge_retired(|ticket| fences.known_passed(ticket));
+        self.merge_retired(fences);
         let pool = self.heap(own).pool;
         self.tidy(pool, fences);
         for kind in [MID, LARGE] {
@@ -148,7 +148,11 @@ impl Core {
                 newest.is_none_or(|newest| tickets.iter().all(|it| it.slot() == newest.slot()));
             let heaps = self.pool(pool).heaps.iter();
             let owner = newest.and_then(|newest| {
-                heaps.map(|(_, heap)| *heap).find(|heap| self.heap(*heap).index == newest.slot())
+                // One whose slot is another stream's by now still has its number.
+                let has = |heap: &super::heap::Heap| {
+                    heap.index == newest.slot() && fences.is_still(heap.slot)
+                };
+                heaps.map(|(_, heap)| *heap).find(|heap| has(self.heap(*heap)))
             });
             if !one_stream || newest.is_some() && owner.is_none() {
                 continue;
@@ -187,8 +191,7 @@ impl Core {
         for at in heaps {
             let heap = self.heap(at);
             if heap.held == 0 && heap.free.iter().all(Extents::is_empty) {
-                let id = heap.slot.stream_id();
-                self.pool_mut(pool).heaps.retain(|(stream, _)| *stream != id);
+                self.pool_mut(pool).heaps.retain(|(_, heap)| *heap != at);
                 self.heaps[at as usize] = None;
             }
         }
@@ -201,7 +204,7 @@ impl Core {
         which: Which,
         fences: &Fences,
     ) -> Vec<Returned> {
-        self.merge_retired(|ticket| fences.known_passed(ticket));
+        self.merge_retired(fences);
         for pool in 0..self.pools.len() as u32 {
             if self.pools[pool as usize].is_some() {
                 self.tidy(pool, fences);

@@ -51,6 +51,8 @@ mod sources;
 mod streams;
 mod threads;
 mod torch;
+mod torch_breaks;
+mod torch_breaks_more;
 mod torch_memory;
 mod torch_more;
 mod torch_peers;

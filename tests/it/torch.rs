@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use vbar::driver::Driver;
-use vbar::torch::{Allocator, BlockState, Freed, Kind, OutOfMemory};
+use vbar::torch::{Allocator, BlockState, Freed, Kind, OutOfMemory, PoolStat};
 use vbar::units::{DeviceAddress, Stream};
 use vbar::{Reason, Runtime};
 
@@ -103,13 +103,27 @@ pub(crate) fn check_books(allocator: &Allocator) {
     let active = bytes(BlockState::Allocated) + bytes(BlockState::AwaitingFree);
     assert_eq!(statistics.active_bytes.all.current, active);
     for kind in [Kind::Small, Kind::Large] {
-        let of_kind = segments.iter().filter(|segment| segment.kind == kind);
-        let bytes: u64 = of_kind.map(|segment| segment.bytes).sum();
-        let counted = match kind {
-            Kind::Small => statistics.reserved_bytes.small_pool.current,
-            Kind::Large => statistics.reserved_bytes.large_pool.current,
+        let of_kind = || segments.iter().filter(|segment| segment.kind == kind);
+        let blocks = || of_kind().flat_map(|segment| &segment.blocks);
+        let live = || blocks().filter(|block| block.state == BlockState::Allocated);
+        let active = || blocks().filter(|block| block.state != BlockState::Free);
+        let counted = |stat: &PoolStat| match kind {
+            Kind::Small => stat.small_pool.current,
+            Kind::Large => stat.large_pool.current,
         };
-        assert_eq!(counted, bytes, "{kind:?}");
+        for (stat, recount, what) in [
+            (&statistics.segment, of_kind().count() as u64, "segments"),
+            (&statistics.reserved_bytes, of_kind().map(|it| it.bytes).sum(), "reserved"),
+            (&statistics.allocation, live().count() as u64, "allocations"),
+            (&statistics.allocated_bytes, live().map(|it| it.bytes).sum(), "allocated"),
+            (&statistics.requested_bytes, live().map(|it| it.requested_bytes).sum(), "requested"),
+            (&statistics.active, active().count() as u64, "active"),
+            (&statistics.active_bytes, active().map(|it| it.bytes).sum(), "active bytes"),
+        ] {
+            assert_eq!(counted(stat), recount, "{what} of {kind:?}");
+            let parts = stat.small_pool.current + stat.large_pool.current;
+            assert_eq!(stat.all.current, parts, "{what} of both");
+        }
     }
     for segment in &segments {
         let mut end = segment.address;

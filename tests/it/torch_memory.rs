@@ -21,7 +21,7 @@ fn with_pages_of(page_bytes: u64, capacity: &str) -> Torch {
 }
 
 /// Asks for so much that `pages` pages may move.
-fn earn(torch: &Torch, pages: u64, stream: Stream) {
+pub(crate) fn earn(torch: &Torch, pages: u64, stream: Stream) {
     for _ in 0..pages * 256 * MIB / (2 * MIB) {
         let block = torch.malloc_on(2 * MIB, stream);
         torch.allocator.free(block);
@@ -122,7 +122,7 @@ fn scenario_28_no_two_live_slots_and_slices_overlap() {
 }
 
 /// A free piece, with something live behind it.
-fn hole(torch: &Torch, pages: u64, stream: Stream) -> (u64, u64) {
+pub(crate) fn hole(torch: &Torch, pages: u64, stream: Stream) -> (u64, u64) {
     let first = torch.malloc_on(pages * P, stream);
     let behind = torch.malloc_on(P, stream);
     torch.allocator.free(first);

@@ -8,6 +8,7 @@ use vbar::torch::Freed;
 use vbar::units::{DeviceOrdinal, Stream};
 
 use crate::torch::Torch;
+use crate::torch_memory::{earn, hole};
 use crate::world::{DEVICE, P, World, budget_options, fault, options, pattern_sum};
 
 const OTHER: DeviceOrdinal = DeviceOrdinal(1);
@@ -88,6 +89,29 @@ fn what_is_allocated_is_reached_by_the_other_device() {
         pair.torch.allocator.free(block);
     }
     pair.torch.check();
+}
+
+/// Frames that move are mapped for the peers again.
+#[test]
+fn what_has_moved_is_reached_by_the_other_device() {
+    let pair = Pair::new(TWO);
+    let torch = &pair.torch;
+    torch.world.runtime.set_budget(Some(900 * P)).unwrap();
+    let stream = torch.world.stream;
+    let (first, behind) = hole(torch, 40, stream);
+    earn(torch, 50, stream);
+    assert_eq!(torch.malloc(40 * P), first);
+    torch.allocator.free(first);
+    let large = torch.malloc(60 * P);
+    assert_eq!(torch.reserved(), 61, "frames moved");
+    for (block, bytes) in [(large, 60 * P), (behind, P)] {
+        pair.write_there(block, bytes, 3);
+        torch.world.sim.stream_synchronize(pair.stream).unwrap();
+        torch.sum(block, bytes, stream);
+    }
+    let sum = pattern_sum(60 * P, 3).wrapping_add(pattern_sum(P, 3));
+    assert_eq!(torch.world.word(torch.target, stream), sum);
+    torch.check();
 }
 
 #[test]

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use vbar::driver::sim::SimGraph;
 use vbar::driver::{CaptureMode, Driver};
-use vbar::options::{ContextWaits, Eviction, RuntimeOptions};
+use vbar::options::{ContextWaits, Eviction, Poison, RuntimeOptions};
 use vbar::torch::{Freed, PoolId};
 use vbar::units::{DeviceAddress, Stream};
 use vbar::{Runtime, Vbar};
@@ -19,6 +19,8 @@ struct Block {
     bytes: u64,
     seed: u64,
     stream: Stream,
+    /// Its own stream is no more; this one comes after it.
+    is_orphan: bool,
 }
 
 struct Graph {
@@ -37,6 +39,12 @@ struct Storm {
     graphs: Vec<Graph>,
     expected: u64,
     pools: u64,
+    /// Blocks are of many pages, and frames are let move.
+    moves: bool,
+    /// Requests for which frames moved.
+    moved: u64,
+    /// Blocks in the hands of a caller that caches by itself.
+    segments: Vec<Block>,
 }
 
 impl Storm {
@@ -46,7 +54,9 @@ impl Storm {
         streams.extend((0..3).map(|_| torch.world.another_stream()));
         let (blocks, graphs) = (Vec::new(), Vec::new());
         let random = Random(seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1);
-        Self { torch, random, streams, blocks, graphs, expected: 0, pools: 0 }
+        let segments = Vec::new();
+        let (expected, pools, moves, moved) = (0, 0, false, 0);
+        Self { torch, random, streams, blocks, graphs, expected, pools, moves, moved, segments }
     }
 
     fn stream(&mut self) -> Stream {
@@ -54,15 +64,41 @@ impl Storm {
     }
 
     fn size(&mut self) -> u64 {
-        let limit = [1 << 10, 8 << 10, 60 << 10, 3 * P, 9 * P][self.random.below(5) as usize];
+        let limits = match self.moves {
+            false => [1 << 10, 8 << 10, 60 << 10, 3 * P, 9 * P],
+            true => [1 << 10, 60 << 10, 9 * P, 40 * P, 90 * P],
+        };
+        let limit = limits[self.random.below(5) as usize];
         8 + self.random.below(limit) / 8 * 8
     }
 
     fn malloc(&mut self) {
         let (bytes, stream, seed) = (self.size(), self.stream(), self.random.below(u64::MAX));
+        let runtime = &self.torch.world.runtime;
+        let gone = || self.torch.allocator.statistics().num_device_free;
+        let (before, numbers) = (gone(), runtime.numbers());
         let Ok(address) = self.torch.allocator.malloc(bytes as usize, stream) else { return };
+        // Pages go though there is room: their frames are wanted elsewhere.
+        let is_roomy = numbers.used_bytes + bytes + P < numbers.budget_bytes;
+        self.moved += u64::from(is_roomy && gone() > before);
         self.torch.write(address, bytes, seed, stream);
-        self.blocks.push(Block { address, bytes, seed, stream });
+        self.blocks.push(Block { address, bytes, seed, stream, is_orphan: false });
+    }
+
+    /// Asks for a segment, or sums one and gives it back.
+    fn segment(&mut self) {
+        if self.segments.len() < 3 {
+            let (bytes, stream, seed) = (self.size(), self.stream(), self.random.below(u64::MAX));
+            let asked = self.torch.allocator.segment_malloc(bytes as usize, stream);
+            let Some(address) = asked else { return };
+            self.torch.write(address, bytes, seed, stream);
+            return self.segments.push(Block { address, bytes, seed, stream, is_orphan: false });
+        }
+        let at = self.random.below(3) as usize;
+        let Block { address, bytes, seed, stream, .. } = self.segments.swap_remove(at);
+        self.torch.sum(address, bytes, stream);
+        self.expected = self.expected.wrapping_add(pattern_sum(bytes, seed));
+        assert_ne!(self.torch.allocator.segment_free(address), Freed::Unknown);
     }
 
     /// Sums a block, on another stream at times, and frees it.
@@ -71,15 +107,14 @@ impl Storm {
             return;
         }
         let at = self.random.below(self.blocks.len() as u64) as usize;
-        let Block { address, bytes, seed, stream } = self.blocks.swap_remove(at);
+        let Block { address, bytes, seed, stream, is_orphan } = self.blocks.swap_remove(at);
         let mut reader = stream;
+        if is_orphan {
+            self.torch.allocator.record_stream(address, stream);
+        }
         if self.random.below(3) == 0 {
             reader = self.stream();
-            let sim = &self.torch.world.sim;
-            let event = sim.event_create().unwrap();
-            sim.event_record(event, stream).unwrap();
-            sim.stream_wait_event(reader, event).unwrap();
-            sim.event_destroy(event).unwrap();
+            self.order(stream, reader);
             self.torch.allocator.record_stream(address, reader);
         }
         let delay = Duration::from_micros(self.random.below(60));
@@ -87,6 +122,52 @@ impl Storm {
         self.torch.world.sum(source, bytes, self.torch.target, delay, reader);
         self.expected = self.expected.wrapping_add(pattern_sum(bytes, seed));
         assert_ne!(self.torch.allocator.free(address), Freed::Unknown);
+    }
+
+    /// What comes on one stream is after what was on another.
+    fn order(&self, before: Stream, after: Stream) {
+        let sim = &self.torch.world.sim;
+        let event = sim.event_create().unwrap();
+        sim.event_record(event, before).unwrap();
+        sim.stream_wait_event(after, event).unwrap();
+        sim.event_destroy(event).unwrap();
+    }
+
+    /// A stream goes, with its work under way and its blocks live, and another one comes.
+    fn replace_stream(&mut self) {
+        let at = 2 + self.random.below(3) as usize;
+        let (gone, heir) = (self.streams[at], self.streams[0]);
+        self.order(gone, heir);
+        self.torch.world.runtime.retire_stream(gone).unwrap();
+        if self.random.below(2) == 0 {
+            // It was used after all.
+            let asked = self.torch.allocator.malloc(600, gone).unwrap_or(0);
+            self.torch.allocator.free(asked);
+            self.torch.world.runtime.retire_stream(gone).unwrap();
+        }
+        self.torch.world.sim.stream_destroy(gone).unwrap();
+        self.streams[at] = self.torch.world.another_stream();
+        for block in self.blocks.iter_mut().chain(&mut self.segments) {
+            if block.stream == gone {
+                (block.stream, block.is_orphan) = (heir, true);
+            }
+        }
+    }
+
+    /// A pool without a capture, as `torch.cuda.use_mem_pool` has it.
+    fn borrow_pool(&mut self) {
+        let stream = self.stream();
+        self.pools += 1;
+        let id = PoolId(1, self.pools);
+        self.torch.allocator.begin_pool(id, Box::new(move |asked| asked == stream));
+        for _ in 0..self.random.below(5) {
+            self.malloc();
+            if self.random.below(2) == 0 {
+                self.free();
+            }
+        }
+        self.torch.allocator.end_pool(id);
+        self.torch.allocator.release_pool(id);
     }
 
     fn capture(&mut self) {
@@ -149,7 +230,24 @@ impl Storm {
         }
     }
 
+    /// Lets frames of a few pages move.
+    fn earn(&mut self) {
+        let (stream, bytes) = (self.stream(), (10 + self.random.below(20)) * P);
+        for _ in 0..(4 << 28) / bytes {
+            let Ok(address) = self.torch.allocator.malloc(bytes as usize, stream) else { return };
+            self.torch.allocator.free(address);
+        }
+    }
+
     fn step(&mut self, weights: &Vbar) {
+        if self.moves {
+            match self.random.below(36) {
+                0..=2 => self.earn(),
+                3 => self.replace_stream(),
+                4 => self.borrow_pool(),
+                _ => {}
+            }
+        }
         let runtime: &Runtime = &self.torch.world.runtime;
         match self.random.below(100) {
             0..=44 => self.malloc(),
@@ -159,17 +257,24 @@ impl Storm {
                 weights.prioritise().unwrap();
                 let _ = self.torch.world.touch(weights, first..first + 1 + first % 5);
             }
-            91..=92 => runtime.set_budget(Some((20 + self.random.below(60)) * P)).unwrap(),
+            91..=92 => {
+                let unit = if self.moves { 10 * P } else { P };
+                runtime.set_budget(Some((20 + self.random.below(60)) * unit)).unwrap();
+            }
             93 => self.torch.allocator.empty_cache().unwrap(),
             94..=95 => self.capture(),
             96..=97 => self.launch(),
+            98 if self.moves && self.random.below(2) == 0 => self.segment(),
             98 => self.reset(),
             _ => self.torch.check(),
         }
     }
 
     #[track_caller]
-    fn end(mut self, weights: Vbar) {
+    fn end(mut self, weights: Vbar) -> u64 {
+        for Block { address, .. } in std::mem::take(&mut self.segments) {
+            assert_ne!(self.torch.allocator.segment_free(address), Freed::Unknown);
+        }
         while !self.graphs.is_empty() {
             self.reset();
         }
@@ -185,29 +290,49 @@ impl Storm {
         self.torch.check();
         drop(weights);
         self.torch.check_shut();
+        self.moved
     }
 }
 
-fn storm(seed: u64, options: RuntimeOptions) {
-    let mut storm = Storm::new(seed, options);
+fn storm(seed: u64, options: RuntimeOptions, moves: bool) -> u64 {
+    let mut storm = Storm { moves, ..Storm::new(seed, options) };
     let weights = storm.torch.world.vbar(48);
     for _ in 0..600 {
         storm.step(&weights);
     }
-    storm.end(weights);
+    storm.end(weights)
+}
+
+fn storms(seeds: u64, moves: bool) -> u64 {
+    let mut moved = 0;
+    let given = std::env::var("VBAR_SIM_SEEDS").ok().and_then(|count| count.parse().ok());
+    for seed in 1..=given.unwrap_or(seeds) {
+        println!("seed {seed}");
+        let eviction = [Eviction::Aliasing, Eviction::Strict][seed as usize % 2];
+        let context_waits = [ContextWaits::Allowed, ContextWaits::Never][seed as usize / 2 % 2];
+        let poison = [Poison::Off, Poison::On][usize::from(moves && seed % 8 > 5)];
+        let record_interval = Duration::from_micros([0, 50, 3_600_000_000][seed as usize % 3]);
+        let budget_bytes = Some(if moves { 600 } else { 60 } * P);
+        let options = RuntimeOptions {
+            eviction,
+            context_waits,
+            poison,
+            record_interval,
+            budget_bytes,
+            ..options()
+        };
+        moved += storm(seed, options, moves);
+    }
+    moved
 }
 
 #[test]
 fn everything_at_once_by_seed() {
-    let seeds = std::env::var("VBAR_SIM_SEEDS").ok().and_then(|count| count.parse().ok());
-    for seed in 1..=seeds.unwrap_or(12) {
-        println!("seed {seed}");
-        let eviction = [Eviction::Aliasing, Eviction::Strict][seed as usize % 2];
-        let context_waits = [ContextWaits::Allowed, ContextWaits::Never][seed as usize / 2 % 2];
-        let record_interval = Duration::from_micros([0, 50, 3_600_000_000][seed as usize % 3]);
-        let budget_bytes = Some(60 * P);
-        let options =
-            RuntimeOptions { eviction, context_waits, record_interval, budget_bytes, ..options() };
-        storm(seed, options);
-    }
+    storms(12, false);
+}
+
+/// The same with large blocks, whose frames move to other addresses.
+#[test]
+fn everything_at_once_by_seed_while_frames_move() {
+    assert!(storms(8, true) > 10, "hardly anything moved");
 }

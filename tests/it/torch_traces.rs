@@ -12,7 +12,7 @@ use crate::world::{DEVICE, P, World, options};
 use trace::Event;
 
 #[path = "../../benches/torch_traces/trace.rs"]
-mod trace;
+pub(crate) mod trace;
 
 type Outcome<T> = Result<T, Box<dyn std::error::Error + Send + Sync>>;
 
