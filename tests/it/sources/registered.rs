@@ -74,7 +74,9 @@ impl Rig {
                 return;
             }
             std::thread::sleep(Duration::from_millis(5));
-            self.filler().housekeep().unwrap();
+            // What other runtimes of the process have locked may leave no room for a while, and
+            // what found none is wanted again when it streams again.
+            self.stream(1);
         }
         panic!("{} bytes are registered", self.registered_bytes());
     }
