@@ -50,15 +50,20 @@ fn a_driver_that_refuses_is_not_asked_again() {
 
 #[test]
 fn a_trial_whose_thread_cannot_enter_the_context_has_failed() {
-    let (rig, _system) = warm();
-    rig.stream(2);
-    rig.fill(0..PAGES, Keep::Locked);
-    // The housekeeping itself makes no such call before the trial.
-    rig.sim.fail_nth(Verb::ThreadExchangeStreamCaptureMode, 1, DriverCode::UNKNOWN);
-    keep_house(&rig);
-    assert_eq!((rig.read_only_calls(), rig.registered_bytes()), (0, 0));
-    rig.stream(2);
-    rig.check_shut();
+    // The housekeeping enters it too, now and then by the clock: it is tried until the trial is
+    // whom the failure meets.
+    let met = (0..20).any(|_| {
+        let (rig, _system) = warm();
+        rig.stream(2);
+        rig.fill(0..PAGES, Keep::Locked);
+        rig.sim.fail_nth(Verb::ThreadExchangeStreamCaptureMode, 1, DriverCode::UNKNOWN);
+        keep_house(&rig);
+        let none = (rig.read_only_calls(), rig.registered_bytes()) == (0, 0);
+        rig.stream(2);
+        rig.check_shut();
+        none
+    });
+    assert!(met);
 }
 
 #[test]
