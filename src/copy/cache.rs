@@ -20,7 +20,7 @@ use crate::sync::ticket::Ticket;
 use crate::sync::{AtomicBool, Mutex, Relaxed};
 
 /// A window that nothing was put into for so long is not needed.
-pub(super) const IDLE_TIME: Duration = Duration::from_secs(1);
+const IDLE_TIME: Duration = Duration::from_secs(1);
 
 /// Which bytes: a VBAR, and which of its slots' worths from the start.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
@@ -88,6 +88,13 @@ pub(super) enum Surplus {
     Any,
     /// All, whatever their copies: the stream is known to be done.
     All,
+}
+
+impl Surplus {
+    /// Whether it takes what nothing has used since then.
+    pub(super) fn takes_idle(self, since: Instant) -> bool {
+        self != Self::LongIdle || since.elapsed() >= IDLE_TIME
+    }
 }
 
 impl Cache {
@@ -183,9 +190,8 @@ impl Cache {
     /// Whether there may be windows to be taken out.
     pub(super) fn may_have(&self, surplus: Surplus) -> bool {
         let state = self.state.lock();
-        let is_due =
-            |idle: &Idle| surplus != Surplus::LongIdle || idle.since.elapsed() >= IDLE_TIME;
-        state.idle.iter().any(is_due) || surplus != Surplus::LongIdle && !state.entries.is_empty()
+        state.idle.iter().any(|idle| surplus.takes_idle(idle.since))
+            || surplus != Surplus::LongIdle && !state.entries.is_empty()
     }
 
     /// Takes windows out, as many as told at most. Their bytes are no longer held: whoever gets
@@ -197,8 +203,7 @@ impl Cache {
         let mut index = 0;
         while index < state.idle.len() && taken.len() < at_most {
             let idle = &state.idle[index];
-            let is_due = surplus != Surplus::LongIdle || idle.since.elapsed() >= IDLE_TIME;
-            if is_due && may_go(idle.ticket) {
+            if surplus.takes_idle(idle.since) && may_go(idle.ticket) {
                 taken.push(state.idle.swap_remove(index).window);
             } else {
                 index += 1;

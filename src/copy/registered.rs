@@ -15,7 +15,7 @@ use std::ops::{Bound, Range};
 use std::sync::{Arc, OnceLock, Weak};
 use std::time::{Duration, Instant};
 
-use crate::copy::cache::{Cache, IDLE_TIME, Key, Surplus};
+use crate::copy::cache::{Cache, Key, Surplus};
 use crate::copy::fill::register;
 use crate::copy::trial::Trial;
 use crate::copy::warmth::{Verdict, Warmth};
@@ -422,8 +422,7 @@ impl Registered {
     /// Whether there may be windows to be taken out.
     pub(super) fn may_have(&self, surplus: Surplus) -> bool {
         let state = self.state.lock();
-        let is_due = |since: &Instant| surplus != Surplus::LongIdle || since.elapsed() >= IDLE_TIME;
-        state.parting.iter().any(|(_, since)| is_due(since))
+        state.parting.iter().any(|(_, since)| surplus.takes_idle(*since))
             || surplus != Surplus::LongIdle && !state.windows.is_empty()
     }
 
@@ -440,8 +439,7 @@ impl Registered {
         let mut index = 0;
         while index < state.parting.len() && taken.len() < at_most {
             let (entry, since) = &state.parting[index];
-            let is_due = surplus != Surplus::LongIdle || since.elapsed() >= IDLE_TIME;
-            match is_due && may_go(entry) {
+            match surplus.takes_idle(*since) && may_go(entry) {
                 true => taken.push(state.parting.swap_remove(index).0),
                 false => index += 1,
             }

@@ -16,18 +16,6 @@ use crate::world::{DEVICE, P, World, options};
 
 const SIM: &str = "capacity=64M,granularity=64K,seed=5,poison=1";
 
-/// Verbs that give something back: what they fail to give back is set aside for good.
-const GIVING_BACK: [Verb; 8] = [
-    Verb::MemUnmap,
-    Verb::MemRelease,
-    Verb::MemAddressFree,
-    Verb::MemFreeHost,
-    Verb::MemHostUnregister,
-    Verb::StreamDestroy,
-    Verb::EventDestroy,
-    Verb::DevicePrimaryCtxRelease,
-];
-
 const CODES: [DriverCode; 4] = [
     DriverCode::OUT_OF_MEMORY,
     DriverCode::NOT_READY,
@@ -109,7 +97,7 @@ impl Scene {
         let used = numbers.used_bytes - numbers.quarantined_bytes;
         assert!(used <= numbers.budget_bytes, "{name}: {numbers:?}");
         let told = numbers.quarantined_bytes + numbers.quarantined_pages + runtime_lost(self);
-        let aside = sim.struck().iter().any(|it| GIVING_BACK.contains(&it.verb));
+        let aside = sim.struck().iter().any(|it| Verb::GIVING_BACK.contains(&it.verb));
         assert!(told == 0 || aside, "{name}: set aside out of nothing: {numbers:?}");
     }
 
@@ -127,7 +115,7 @@ impl Scene {
         drop(runtime);
         assert_eq!(sim.violations(), Vec::<String>::new(), "{name}");
         assert_eq!(watched.strong_count(), 0, "{name}: somebody keeps the runtime");
-        if died || sim.struck().iter().any(|it| GIVING_BACK.contains(&it.verb)) {
+        if died || sim.struck().iter().any(|it| Verb::GIVING_BACK.contains(&it.verb)) {
             return;
         }
         let left = (sim.live_frames(DEVICE), sim.live_host_frames(), sim.live_mappings());
@@ -170,7 +158,7 @@ fn fail_one(case: &Case, verb: Verb, nth: u64, code: DriverCode, count: u64) {
     }
     scene.settle();
     scene.check(&name);
-    let gave_back = GIVING_BACK.contains(&verb) && struck;
+    let gave_back = Verb::GIVING_BACK.contains(&verb) && struck;
     if let Err(error) = &outcome {
         assert!(struck, "{name}: an error out of nothing: {error:?}");
         let codes = [ErrorCode::Driver, ErrorCode::HostMemory, ErrorCode::Unsupported];

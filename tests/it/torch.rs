@@ -65,6 +65,12 @@ impl Torch {
         self.world.sum(DeviceAddress(address), bytes, self.target, delay, stream);
     }
 
+    /// Lets a stream that was held go on, and waits for it.
+    pub(crate) fn finish(&self, stream: Stream) {
+        self.world.sim.release_stream(stream).unwrap();
+        self.world.sim.stream_synchronize(stream).unwrap();
+    }
+
     /// Pages that the allocator holds.
     pub(crate) fn reserved(&self) -> u64 {
         self.allocator.statistics().reserved_bytes.all.current / P
@@ -84,6 +90,16 @@ impl Torch {
         drop(allocator);
         world.check_shut();
     }
+}
+
+/// Enters a block among the live ones, of which it overlaps none.
+#[track_caller]
+pub(crate) fn enter_apart(live: &mut BTreeMap<u64, u64>, address: u64, bytes: u64) {
+    let before = live.range(..=address).next_back();
+    assert!(before.is_none_or(|(start, bytes)| start + bytes <= address));
+    let after = live.range(address..).next();
+    assert!(after.is_none_or(|(start, _)| address + bytes <= *start));
+    live.insert(address, bytes);
 }
 
 /// The counts are those of the snapshot.
@@ -193,11 +209,7 @@ fn scenario_28_no_two_live_ranges_overlap() {
             };
             let stream = streams[random.below(2) as usize];
             let Ok(address) = torch.allocator.malloc(bytes as usize, stream) else { continue };
-            let before = live.range(..=address).next_back();
-            assert!(before.is_none_or(|(start, bytes)| start + bytes <= address));
-            let after = live.range(address..).next();
-            assert!(after.is_none_or(|(start, _)| address + bytes <= *start));
-            live.insert(address, bytes);
+            enter_apart(&mut live, address, bytes);
         } else {
             let at = random.below(live.len() as u64) as usize;
             let address = *live.keys().nth(at).unwrap();

@@ -34,8 +34,7 @@ fn a_free_after_its_stream_was_retired_makes_nothing_anybodys() {
             torch.write(elsewhere, bytes, seed, other);
         }
         torch.world.sim.stream_synchronize(other).unwrap();
-        torch.world.sim.release_stream(own).unwrap();
-        torch.world.sim.stream_synchronize(own).unwrap();
+        torch.finish(own);
         torch.allocator.empty_cache().unwrap();
         torch.check();
     }
@@ -57,16 +56,14 @@ fn a_block_that_waits_while_its_stream_is_retired_is_not_anybodys() {
     torch.world.runtime.retire_stream(own).unwrap();
     // The stream has a new slot from here on.
     torch.malloc_on(3 * P, own);
-    torch.world.sim.release_stream(used).unwrap();
-    torch.world.sim.stream_synchronize(used).unwrap();
+    torch.finish(used);
     for seed in 0..3 {
         let elsewhere = torch.malloc_on(bytes, other);
         assert_ne!(elsewhere, block, "its writer has not run");
         torch.write(elsewhere, bytes, seed, other);
     }
     torch.world.sim.stream_synchronize(other).unwrap();
-    torch.world.sim.release_stream(own).unwrap();
-    torch.world.sim.stream_synchronize(own).unwrap();
+    torch.finish(own);
     torch.check();
 }
 
@@ -123,8 +120,7 @@ fn a_page_of_chunks_goes_to_the_stream_that_has_the_slot_now() {
     let asked = torch.malloc_on(P, own);
     torch.write(asked, P, 2, own);
     torch.world.sim.stream_synchronize(own).unwrap();
-    torch.world.sim.release_stream(stream).unwrap();
-    torch.world.sim.stream_synchronize(stream).unwrap();
+    torch.finish(stream);
     torch.check();
 }
 
@@ -156,8 +152,7 @@ fn a_pool_is_merged_with_the_uses_of_what_it_frees() {
         }
         torch.world.sim.stream_synchronize(other).unwrap();
         torch.check();
-        torch.world.sim.release_stream(own).unwrap();
-        torch.world.sim.stream_synchronize(own).unwrap();
+        torch.finish(own);
         torch.allocator.empty_cache().unwrap();
         torch.check();
     }

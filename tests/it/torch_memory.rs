@@ -8,7 +8,7 @@ use vbar::options::Eviction;
 use vbar::torch::Freed;
 use vbar::units::{MIB, PageSize, Stream};
 
-use crate::torch::{Random, Torch};
+use crate::torch::{Random, Torch, enter_apart};
 use crate::world::{P, ROOMY, World, budget_options, options, pattern_sum};
 
 const KIB: u64 = 1 << 10;
@@ -93,11 +93,7 @@ fn scenario_28_no_two_live_slots_and_slices_overlap() {
                 let bytes = 1 + random.below(most);
                 let stream = streams[random.below(2) as usize];
                 let Ok(address) = torch.allocator.malloc(bytes as usize, stream) else { continue };
-                let before = live.range(..=address).next_back();
-                assert!(before.is_none_or(|(start, bytes)| start + bytes <= address));
-                let after = live.range(address..).next();
-                assert!(after.is_none_or(|(start, _)| address + bytes <= *start));
-                live.insert(address, bytes);
+                enter_apart(&mut live, address, bytes);
             } else {
                 let from = random.below(u64::MAX);
                 let next = live.range(from..).next().or(live.iter().next());
@@ -175,8 +171,7 @@ fn what_is_left_of_moved_frames_waits_for_their_old_work() {
     torch.write(elsewhere, 48 * KIB, 4, other);
     assert_eq!(torch.malloc(48 * KIB), large + 59 * P + 16 * KIB);
     torch.world.sim.stream_synchronize(other).unwrap();
-    torch.world.sim.release_stream(own).unwrap();
-    torch.world.sim.stream_synchronize(own).unwrap();
+    torch.finish(own);
     torch.check();
 }
 
@@ -193,8 +188,7 @@ fn frames_that_another_stream_uses_stay() {
     torch.allocator.free(first);
     torch.malloc_on(60 * P, own);
     assert_eq!((torch.reserved(), torch.world.used()), (101, 101));
-    torch.world.sim.release_stream(other).unwrap();
-    torch.world.sim.stream_synchronize(other).unwrap();
+    torch.finish(other);
     torch.check();
 }
 

@@ -30,8 +30,7 @@ fn scenario_23_another_stream_gets_a_block_when_its_work_is_over() {
         assert_eq!(third, block);
         torch.allocator.free(third);
         torch.allocator.free(torch.malloc_on(512, one));
-        torch.world.sim.release_stream(one).unwrap();
-        torch.world.sim.stream_synchronize(one).unwrap();
+        torch.finish(one);
         assert_eq!(torch.world.word(torch.target, one), pattern_sum(bytes, 1));
         torch.world.sim.write_bytes(torch.target, &[0; 8]).unwrap();
         torch.allocator.free(other);

@@ -146,6 +146,23 @@ def check_program(case, text, *arguments, **environment):
     return output
 
 
+def refused(kind, words, call, *arguments, **named):
+    """Calls what must raise an exception of a kind with words in its text; that exception."""
+    try:
+        call(*arguments, **named)
+    except kind as error:
+        assert words in str(error), f"{words!r} is not in: {error}"
+        return error
+    raise AssertionError(f"nothing was raised with {words!r}")
+
+
+def same(found, wanted, what=""):
+    """Two tensors of PyTorch's are equal, bit by bit."""
+    import torch
+
+    assert torch.equal(found, wanted), f"{what}: {found.flatten()[:8]} {wanted.flatten()[:8]}"
+
+
 def run(program, *arguments, seconds=200, **environment):
     """Runs a program; how it ended and what it printed, both outputs in their order."""
     done = subprocess.run(

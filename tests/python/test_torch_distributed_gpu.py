@@ -33,21 +33,10 @@ START = """
     from torch import nn
     import torch.nn.functional as F
     import vbar, vbar.torch
-    from support import write_tensors
+    from support import refused, same, write_tensors
 
     MIB, GIB = 1 << 20, 1 << 30
     folder = sys.argv[1]
-
-    def refused(kind, words, call, *arguments, **named):
-        try:
-            call(*arguments, **named)
-        except kind as error:
-            assert words in str(error), f"{words!r} is not in: {error}"
-            return error
-        raise AssertionError(f"nothing was raised with {words!r}")
-
-    def same(found, wanted, what=""):
-        assert torch.equal(found, wanted), f"{what}: {found.flatten()[:8]} {wanted.flatten()[:8]}"
 
     def seen(name, ordinal):
         return getattr(vbar.torch._statistics._numbers(ordinal), name)

@@ -25,19 +25,9 @@ START = """
     import ctypes, gc, os, random, sys, threading, warnings
     import torch
     import vbar, vbar.torch
+    from support import refused, same
 
     MIB, GIB = 1 << 20, 1 << 30
-
-    def refused(kind, words, call, *arguments, **named):
-        try:
-            call(*arguments, **named)
-        except kind as error:
-            assert words in str(error), f"{words!r} is not in: {error}"
-            return error
-        raise AssertionError(f"nothing was raised with {words!r}")
-
-    def same(found, wanted, what=""):
-        assert torch.equal(found, wanted), f"{what}: {found.flatten()[:8]} {wanted.flatten()[:8]}"
 
     def seen(name, ordinal=0):
         return getattr(vbar.torch._statistics._numbers(ordinal), name)

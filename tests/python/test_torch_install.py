@@ -23,15 +23,9 @@ START = f"""
     import gc, warnings
     warnings.simplefilter("error")
     import torch, vbar, vbar.torch
+    from support import refused
     MIB = 1 << 20
     OPTIONS = dict({OPTIONS})
-    def refused(kind, words, call, *arguments, **named):
-        try:
-            call(*arguments, **named)
-        except kind as error:
-            assert words in str(error), error
-        else:
-            raise AssertionError(f"nothing was raised with {{words!r}}")
     def warned(words, call, *arguments, **named):
         with warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("always")

@@ -22,7 +22,7 @@ START = """
     from torch import nn
     import torch.nn.functional as F
     import vbar, vbar.torch
-    from support import write_tensors
+    from support import refused, same, write_tensors
     from vbar.torch import StreamError
 
     MIB = 1 << 20
@@ -30,14 +30,6 @@ START = """
     if installed:
         vbar.torch.install(headroom="1G", page_size="2M")
     OPTIONS = {} if installed else {"page_size": "2M"}
-
-    def refused(kind, words, call, *arguments, **named):
-        try:
-            call(*arguments, **named)
-        except kind as error:
-            assert words in str(error), f"{words!r} is not in: {error}"
-            return error
-        raise AssertionError(f"nothing was raised with {words!r}")
 
     class Layer(nn.Module):
         def __init__(self, width):
@@ -94,9 +86,6 @@ START = """
     def part_of(nbytes, part):
         # With vbar's allocator it is a budget of tensors too, which have to find their place.
         return "auto" if installed else nbytes // part
-
-    def same(found, wanted, what=""):
-        assert torch.equal(found, wanted), f"{what}: {found.flatten()[:8]} {wanted.flatten()[:8]}"
 
     def pins(streaming):
         bars = [streaming.model.bar, *([streaming._bar] if streaming._bar else [])]

@@ -332,15 +332,7 @@ impl World {
         let runtime = self.devices[device].runtime.clone();
         let outcome = runtime.fault_many(&ranges, stream);
         if !ranges.is_empty() {
-            self.look_at_counts(
-                device,
-                &before,
-                match &outcome {
-                    Ok(Fault::Offloaded(refusal)) => Some(Some(refusal.reason)),
-                    Ok(Fault::Resident(_)) => Some(None),
-                    _ => None,
-                },
-            );
+            self.look_at_fault(device, &before, &outcome);
             assert!(!was_lost || outcome.is_err(), "a fault of a lost device");
         }
         match outcome {

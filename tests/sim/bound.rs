@@ -65,15 +65,7 @@ impl World {
         let was_lost = self.knows_loss(device);
         let before = self.devices[device].runtime.statistics();
         let outcome = vbar.fault(range, stream);
-        self.look_at_counts(
-            device,
-            &before,
-            match &outcome {
-                Ok(Fault::Offloaded(refusal)) => Some(Some(refusal.reason)),
-                Ok(Fault::Resident(_)) => Some(None),
-                _ => None,
-            },
-        );
+        self.look_at_fault(device, &before, &outcome);
         assert!(!was_lost || outcome.is_err(), "a fault of a lost device: {outcome:?}");
         match outcome {
             // Whatever happened to the file: what is resident has the bytes that it had.

@@ -3,15 +3,14 @@
 
 use std::collections::HashMap;
 
-use vbar::Reason;
 use vbar::driver::Driver;
 use vbar::driver::sim::Verb;
 use vbar::memory::page_table::PageState;
 use vbar::options::POISON_BYTE;
 use vbar::runtime::Statistics;
 use vbar::torch::BlockState;
+use vbar::{Fault, Reason, Result};
 
-use crate::operations::GIVING_BACK;
 use crate::world::{OWN, P, World};
 
 impl World {
@@ -63,7 +62,7 @@ impl World {
         assert!(known <= used, "{numbers:?}");
         assert!(used - known <= lingering, "frames that nobody has: {numbers:?}");
         assert!(used <= numbers.peak_bytes, "{numbers:?}");
-        if self.struck(&GIVING_BACK) == 0 {
+        if self.struck(&Verb::GIVING_BACK) == 0 {
             let aside = (numbers.quarantined_bytes, numbers.quarantined_pages);
             assert_eq!(aside, (0, 0), "set aside, and nothing failed that gives back");
         }
@@ -96,6 +95,22 @@ impl World {
     }
 
     /// A fault counts as a hit or a miss, or by the reason of its refusal.
+    pub(crate) fn look_at_fault<G>(
+        &self,
+        device: usize,
+        before: &Statistics,
+        outcome: &Result<Fault<G>>,
+    ) {
+        let outcome = match outcome {
+            Ok(Fault::Offloaded(refusal)) => Some(Some(refusal.reason)),
+            Ok(Fault::Resident(_)) => Some(None),
+            _ => None,
+        };
+        self.look_at_counts(device, before, outcome);
+    }
+
+    /// As [`World::look_at_fault`], with the reason of what was refused; of what came otherwise
+    /// nothing is known.
     pub(crate) fn look_at_counts(
         &self,
         device: usize,
@@ -270,7 +285,7 @@ impl World {
         let poison = if has_arena { numbers.poison_bytes } else { 0 };
         assert_eq!(numbers.used_bytes, numbers.quarantined_bytes + poison, "{numbers:?}");
         let lost = numbers.quarantined_bytes / P + numbers.quarantined_pages;
-        if self.struck(&GIVING_BACK) == 0 {
+        if self.struck(&Verb::GIVING_BACK) == 0 {
             assert_eq!(lost, 0, "{numbers:?}");
         }
         if lost == 0 {

@@ -68,18 +68,6 @@ pub(crate) const CODES: [DriverCode; 3] =
     [DriverCode::OUT_OF_MEMORY, DriverCode::NOT_READY, DriverCode::INVALID_VALUE];
 pub(crate) const STICKY: DriverCode = DriverCode::ILLEGAL_ADDRESS;
 
-/// Verbs that give something back: what fails to be given back is set aside for good.
-pub(crate) const GIVING_BACK: [Verb; 8] = [
-    Verb::MemUnmap,
-    Verb::MemRelease,
-    Verb::MemAddressFree,
-    Verb::MemFreeHost,
-    Verb::MemHostUnregister,
-    Verb::StreamDestroy,
-    Verb::EventDestroy,
-    Verb::DevicePrimaryCtxRelease,
-];
-
 /// Verbs that steps call most: half of the failures are theirs.
 const BUSY: [Verb; 16] = [
     Verb::MemCreate,
@@ -260,7 +248,7 @@ impl Mix {
                 0 => BUSY[random.below(BUSY.len() as u64) as usize],
                 _ => Verb::ALL[random.below(Verb::COUNT as u64) as usize],
             };
-            if self.may_lose || !GIVING_BACK.contains(&verb) {
+            if self.may_lose || !Verb::GIVING_BACK.contains(&verb) {
                 break verb;
             }
         };

@@ -7,6 +7,20 @@ use std::str::FromStr;
 
 use crate::driver::code::{DriverCode, DriverError};
 
+impl Verb {
+    /// Those that give something back: what they fail to give back is set aside for good.
+    pub const GIVING_BACK: [Self; 8] = [
+        Self::MemUnmap,
+        Self::MemRelease,
+        Self::MemAddressFree,
+        Self::MemFreeHost,
+        Self::MemHostUnregister,
+        Self::StreamDestroy,
+        Self::EventDestroy,
+        Self::DevicePrimaryCtxRelease,
+    ];
+}
+
 macro_rules! verbs {
     ($($verb:ident, $name:literal, $call:literal;)*) => {
         /// A method of [`Driver`](crate::driver::Driver).
