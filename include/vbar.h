@@ -729,6 +729,33 @@ typedef uint32_t VbarReason;
 #endif // __cplusplus
 
 /*
+ Whether a frame is cleared before another page has it.
+ */
+enum VbarScrub
+#if defined(__cplusplus) || __STDC_VERSION__ >= 202311L
+  : uint32_t
+#endif // defined(__cplusplus) || __STDC_VERSION__ >= 202311L
+ {
+  /*
+   It is not: a page that you write holds what was in its frame before, and a bound one does
+   where no file fills it.
+   */
+  VBAR_SCRUB_OFF = 0,
+  /*
+   On the device, in the order of the stream, one `cuMemsetD8Async` for each run of pages;
+   memory that comes from the driver too. Blocks that PyTorch frees and gets again are not.
+   */
+  VBAR_SCRUB_ON = 1,
+};
+#ifndef __cplusplus
+#if __STDC_VERSION__ >= 202311L
+typedef enum VbarScrub VbarScrub;
+#else
+typedef uint32_t VbarScrub;
+#endif // __STDC_VERSION__ >= 202311L
+#endif // __cplusplus
+
+/*
  Why memory that was asked back did not come.
  */
 enum VbarShortfall
@@ -1001,6 +1028,14 @@ typedef struct VbarDeviceOptions {
    file and device copies are from pageable memory, and slower.
    */
   uint64_t host_allowance_bytes;
+  /*
+   A `VbarScrub`. It is that of the first opening while the device is open.
+   */
+  uint32_t scrub;
+  /*
+   0.
+   */
+  uint32_t reserved;
 } VbarDeviceOptions;
 
 /*
@@ -2228,7 +2263,7 @@ VbarStatus vbar_token_also_used_on(struct VbarToken token, VbarStream stream);
  Declares that everything that writes an allocation's bytes was enqueued on `stream`
  (`VBAR_STREAM_NONE`: they are in place). The token keeps its pins. Statuses: the common ones,
  the driver's, `UNSUPPORTED` for a stream that is being captured; `INVALID_ARGUMENT` unless a
- refill was asked for. Thread-safe.
+ refill was asked for; `STALE_TOKEN` after a forced end of run, which took the pins. Thread-safe.
  */
 VbarStatus vbar_token_commit(struct VbarToken token, VbarStream stream);
 

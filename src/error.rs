@@ -118,7 +118,16 @@ impl Error {
     /// An error of a system call on `what`, usually a file's path.
     #[must_use]
     pub fn io(what: impl fmt::Display, error: &std::io::Error) -> Self {
-        Self::new(ErrorCode::Io, format!("{what}: {error}"))
+        let text = match error.raw_os_error() {
+            Some(libc::EMFILE) => {
+                format!("{what}: {error}: the process has as many open as it may; raise ulimit -n")
+            }
+            Some(libc::EACCES | libc::EPERM) => {
+                format!("{what}: {error}: this user may not")
+            }
+            _ => format!("{what}: {error}"),
+        };
+        Self::new(ErrorCode::Io, text)
     }
 }
 

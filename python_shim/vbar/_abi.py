@@ -43,6 +43,9 @@ THREADS_OFF = 2
 
 POISON_OFF = 0
 POISON_ON = 1
+
+SCRUB_OFF = 0
+SCRUB_ON = 1
 HOST_MAPPED_OFF = 0
 HOST_MAPPED_ON = 1
 
@@ -86,6 +89,8 @@ class DeviceOptions(ctypes.Structure):
         ("host_mapped", c_uint32),
         ("prefer", c_uint32),
         ("host_allowance_bytes", c_uint64),
+        ("scrub", c_uint32),
+        ("reserved", c_uint32),
     ]
 
 

@@ -58,6 +58,9 @@ class Device(Closeable):
         context_waits: whether a call may wait for the whole context.
         poison: keeps a frame of a pattern that no weight has behind evicted pages, so that a use
             after its guard's end reads that and does not cost the context. For debugging.
+        scrub: clears a frame on the device before another page has it, so that neither a weight
+            that you write nor a tensor of torch finds bytes of an earlier one. It is that of the
+            first opening while the device is open.
         host_mapped: gives a range that needs more device frames than it can have page-locked host
             memory, which the device reads over the link: its guard is true and has the reason
             ``HOST_MAPPED``.
@@ -93,6 +96,7 @@ class Device(Closeable):
         eviction: Eviction = Eviction.ALIASING,
         context_waits: ContextWaits = ContextWaits.NEVER,
         poison: bool = False,
+        scrub: bool = False,
         host_mapped: bool = False,
         prefer: Prefer | str = Prefer.AUTO,
         host_allowance: Size | None = None,
@@ -110,6 +114,7 @@ class Device(Closeable):
             eviction=eviction,
             context_waits=context_waits,
             poison=poison,
+            scrub=scrub,
             host_mapped=host_mapped,
             prefer=prefer,
             host_allowance=host_allowance,
@@ -354,6 +359,7 @@ def options_of(
     eviction: Eviction = Eviction.ALIASING,
     context_waits: ContextWaits = ContextWaits.NEVER,
     poison: bool = False,
+    scrub: bool = False,
     host_mapped: bool = False,
     prefer: Prefer | str = Prefer.AUTO,
     host_allowance: Size | None = None,
@@ -373,6 +379,7 @@ def options_of(
         eviction=Eviction(eviction),
         context_waits=ContextWaits(context_waits),
         poison=_abi.POISON_ON if poison else _abi.POISON_OFF,
+        scrub=_abi.SCRUB_ON if scrub else _abi.SCRUB_OFF,
         host_mapped=_abi.HOST_MAPPED_ON if host_mapped else _abi.HOST_MAPPED_OFF,
         prefer=_prefer_option(prefer),
         host_allowance_bytes=_allowance_option(host_allowance),

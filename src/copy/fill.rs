@@ -516,7 +516,10 @@ fn make_ring(
     if count == 0 {
         let error = Error::new(
             crate::error::ErrorCode::HostMemory,
-            "the allowance of page-locked memory has no room for one slot",
+            format!(
+                "of {} bytes that may be page-locked there is no room for one slot of {slot_bytes}",
+                room.allowance_bytes()
+            ),
         );
         tell_slower(&error);
         return (Staging::empty(slot_bytes), true);
@@ -539,7 +542,9 @@ fn make_ring(
 }
 
 fn tell_slower(error: &Error) {
-    log::warn!("{error}; copies to the device are slower without");
+    log::warn!(
+        "{error}; copies to the device are slower without; `vbar doctor` tells what bounds it"
+    );
 }
 
 impl Drop for Filler {

@@ -11,6 +11,7 @@ mod place;
 pub mod readers;
 mod registered;
 pub mod ring;
+mod scrub;
 mod span;
 pub mod staging;
 mod trial;

@@ -57,6 +57,22 @@ impl OutOfMemory {
     pub fn is_ending(&self) -> bool {
         self.cause.as_ref().is_some_and(|error| error.code() == ErrorCode::ProcessEnding)
     }
+
+    /// What the program's author can do: the first thing that would help.
+    fn advice(&self) -> &'static str {
+        let most = self.limit_bytes.unwrap_or(self.budget_bytes).min(self.budget_bytes);
+        if self.limit_bytes.is_some_and(|limit| limit < self.budget_bytes) {
+            "A larger torch.cuda.set_per_process_memory_fraction allows more."
+        } else if self.pool_bytes > 0 && self.pool_bytes >= self.requested_bytes {
+            "CUDA graphs that are reset give their pools back."
+        } else if self.requested_bytes > most && self.budget_source == BudgetSource::Limit {
+            "It is more than the budget in all: give vbar a larger one, or ask for less at a time."
+        } else if self.budget_source == BudgetSource::Limit {
+            "Free tensors, or give vbar a larger budget."
+        } else {
+            "Free tensors, or end other programs on the device, which nvidia-smi lists."
+        }
+    }
 }
 
 impl fmt::Display for OutOfMemory {
@@ -76,7 +92,8 @@ impl fmt::Display for OutOfMemory {
             f,
             "CUDA out of memory. Tried to allocate {}. GPU {} has a total capacity of {} of which \
              {} is free.{limit} Of {} that vbar may hold ({}), {} is in weights and {} is reserved \
-             by PyTorch: {} allocated, {} in graph pools, {} freed and still in use by a stream.",
+             by PyTorch: {} allocated, {} in graph pools, {} freed and still in use by a stream. \
+             {}",
             Size(self.requested_bytes),
             self.device,
             Size(self.capacity_bytes),
@@ -88,6 +105,7 @@ impl fmt::Display for OutOfMemory {
             Size(self.allocated_bytes),
             Size(self.pool_bytes),
             Size(self.pending_bytes),
+            self.advice(),
         )
     }
 }

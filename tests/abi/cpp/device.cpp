@@ -48,6 +48,7 @@ TEST(options_that_mean_nothing_are_refused) {
     refused("host_mapped", [](Options &it) { it.host_mapped = static_cast<vbar::HostMapped>(9); });
     refused("prefer", [](Options &it) { it.prefer = static_cast<vbar::Prefer>(9); });
     refused("poison", [](Options &it) { it.poison = static_cast<vbar::Poison>(9); });
+    refused("scrub", [](Options &it) { it.scrub = static_cast<vbar::Scrub>(9); });
     refused("staging", [](Options &it) { it.staging_slot_count = 1000000; });
 }
 
