@@ -198,6 +198,14 @@ mod tests {
     }
 
     #[test]
+    fn what_a_user_can_do_about_a_system_call_is_told() {
+        let of = |code| Error::io("m", &std::io::Error::from_raw_os_error(code)).to_string();
+        assert!(of(libc::EMFILE).ends_with("raise ulimit -n"), "{}", of(libc::EMFILE));
+        assert!(of(libc::EACCES).contains("(os error 13): this user may not"));
+        assert_eq!(of(libc::ENOENT), "m: No such file or directory (os error 2)");
+    }
+
+    #[test]
     fn a_result_takes_one_word() {
         assert_eq!(size_of::<Result<()>>(), size_of::<usize>());
     }

@@ -195,10 +195,11 @@ fn fork_flag() -> Option<&'static AtomicU8> {
     if unsafe { libc::madvise(start, 1, libc::MADV_WIPEONFORK) } != 0 {
         return None;
     }
+    let byte = page.as_mut_ptr();
     // The mapping is never unmapped: the flag is asked until the process ends.
-    let page: &'static mut memmap2::MmapMut = Box::leak(Box::new(page));
+    std::mem::forget(page);
     // SAFETY: the pointer is to one byte of a leaked, writable mapping that only this atomic uses.
-    let flag = unsafe { AtomicU8::from_ptr(page.as_mut_ptr()) };
+    let flag = unsafe { AtomicU8::from_ptr(byte) };
     flag.store(ALIVE, Ordering::Relaxed);
     Some(flag)
 }

@@ -153,6 +153,17 @@ mod tests {
         let start = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 1 has a total capacity of \
                      8.00 GiB of which 512.00 MiB is free.";
         assert!(short.to_string().starts_with(start), "{short}");
+        let helps = |change: fn(&mut OutOfMemory)| {
+            let mut changed = OutOfMemory { budget_bytes: 4 * GIB, ..short.clone() };
+            change(&mut changed);
+            changed.to_string()
+        };
+        assert!(helps(|_| {}).ends_with("give vbar a larger budget."));
+        let free = helps(|it| it.budget_source = BudgetSource::DriverFree);
+        assert!(free.ends_with("which nvidia-smi lists."), "{free}");
+        assert!(helps(|it| it.budget_bytes = GIB).contains("more than the budget in all"));
+        assert!(helps(|it| it.pool_bytes = 3 * GIB).contains("CUDA graphs"));
+        assert!(helps(|it| it.limit_bytes = Some(GIB)).contains("memory_fraction"));
         let huge = OutOfMemory { requested_bytes: u64::MAX, ..OutOfMemory::default() };
         let text = "CUDA out of memory. Tried to allocate more than 1EB memory.";
         assert_eq!(huge.to_string(), text);

@@ -32,6 +32,7 @@ mod huge;
 mod limits;
 mod logs;
 mod many;
+mod messages;
 mod poison;
 mod pressure;
 mod program;
