@@ -42,11 +42,7 @@ fn a_wait_that_takes_too_long_says_how_long_and_what_may_be_longer() {
     world.write(guard.address(), P, 1, world.stream);
     drop(guard);
     let error = new.fault(0..P, world.another_stream()).map(drop).unwrap_err();
-    check(
-        &error,
-        ErrorCode::TimedOut,
-        &["waited ", " ms for frame", "set a longer wait time-out"],
-    );
+    check(&error, ErrorCode::TimedOut, &["waited ", " ms for frame", "set a longer wait time-out"]);
     world.sim.release_stream(world.stream).unwrap();
 }
 

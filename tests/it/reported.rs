@@ -9,10 +9,10 @@ use vbar::memory::pager::HeldPins;
 use vbar::runtime::FillGuard;
 use vbar::torch::PoolId;
 use vbar::units::Stream;
-use vbar::{AllocationFault, ErrorCode};
+use vbar::{AllocationFault, ErrorCode, RuntimeOptions};
 
 use crate::torch::Torch;
-use crate::world::{P, World};
+use crate::world::{P, ROOMY, World, budget_options, resident};
 
 /// A commit after a forced end of run gave out a guard without pins, whose pages could go while
 /// the caller believed to hold them.
@@ -99,4 +99,43 @@ fn a_block_on_its_way_does_not_outlive_its_pool() {
     allocator.free(address.into_inner());
     allocator.empty_cache().unwrap();
     assert_eq!(allocator.statistics().reserved_bytes.all.current, 0);
+}
+
+/// What was given away while a stream was held, and what no fence covered then, is gone after the
+/// caches were emptied once the stream runs, although nobody works between calls.
+#[test]
+fn emptied_caches_leave_no_mapping_behind() {
+    for record_interval in [Duration::ZERO, Duration::from_secs(1000)] {
+        for free_first in [true, false] {
+            let options = RuntimeOptions {
+                record_interval,
+                wait_timeout: Duration::from_millis(20),
+                ..budget_options(2)
+            };
+            let torch = Torch::of(World::with(ROOMY, options));
+            let (held, other) = (torch.world.stream, torch.world.another_stream());
+            let vbar = torch.world.vbar(1);
+            drop(resident(&torch.world, &vbar, 0..1));
+            torch.world.sim.hold_stream(held).unwrap();
+            let block = torch.malloc_on(P, held);
+            torch.write(block, P, 1, held);
+            torch.allocator.free(block);
+            let second = torch.allocator.malloc(P as usize, other);
+            if free_first && let Ok(second) = second {
+                torch.allocator.free(second);
+            }
+            let _ = torch.allocator.empty_cache();
+            torch.world.sim.release_stream(held).unwrap();
+            if !free_first && let Ok(second) = second {
+                torch.allocator.free(second);
+            }
+            torch.allocator.empty_cache().unwrap();
+            vbar.free_memory(u64::MAX).unwrap();
+            torch.world.runtime.trim(0).unwrap();
+            assert_eq!(torch.reserved(), 0);
+            // The word where sums are is all that is mapped, and all that is held.
+            assert_eq!((torch.world.sim.live_mappings(), torch.world.used()), (1, 0));
+            torch.check();
+        }
+    }
 }
