@@ -239,8 +239,7 @@ fn texts() -> String {
     let mut all = String::new();
     for path in sources("src") {
         let text = fs::read_to_string(&path).unwrap();
-        let mut lines = text.lines();
-        while let Some(line) = lines.next() {
+        for line in text.lines() {
             // A backslash at the end of a line joins it with the next one, without its indentation.
             match line.strip_suffix('\\') {
                 Some(begun) => {

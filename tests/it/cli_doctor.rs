@@ -201,3 +201,20 @@ fn a_limited_address_space_is_an_error_and_no_panic() {
         (Some(0), &"note".into())
     );
 }
+
+#[test]
+fn the_disk_of_a_model_is_measured_unless_told_otherwise() {
+    let (_folder, path) = model("16M");
+    let arguments = ["doctor", text(&path), "--device", SIM, "--json"];
+    let file = |report: &Value| report["model"]["files"][0].clone();
+    let left_out = file(&json(0, &[&arguments[..], &["--no-measure"]].concat()));
+    assert_eq!(left_out["disk"], Value::Null);
+    let report = json(0, &arguments);
+    let measured = file(&report);
+    // Where the file system has no direct reads there is nothing to measure.
+    if measured["direct_error"].is_null() {
+        assert!(number(&measured["disk"], "read_bytes") > 0, "{measured}");
+        let lines = report["lines"].as_array().unwrap();
+        assert!(lines.iter().any(|line| line["topic"] == "disk"), "{report}");
+    }
+}

@@ -5,6 +5,7 @@
 //! slow disks are notes. Each part is examined by a module of its own.
 
 mod device;
+mod disk;
 mod driver;
 mod limits;
 mod line;
@@ -51,7 +52,8 @@ pub(crate) const HELP: Help = Help {
         "Each line is ok, a note (it works, but better known) or a problem (the machine is not fit \
          because of it), with what to do behind an arrow. All devices are described, the chosen \
          one is measured: a few copies of at most 64 MiB in either direction, and the allocation \
-         of as much page-locked memory; two seconds in all. Nothing is kept.",
+         of as much page-locked memory; two seconds in all. Of a model's file at most 64 MiB are \
+         read past the page cache, for a quarter of a second. Nothing is kept.",
         DEVICES,
     ],
     exit: &[
@@ -70,7 +72,7 @@ pub(crate) struct Arguments {
     /// auto, cuda[:index] or sim[:options]
     #[arg(long, value_parser = arguments::device, default_value = "auto")]
     device: Selection,
-    /// Do not measure the link and page-locking
+    /// Do not measure the link, page-locking and the model's disk
     #[arg(long)]
     no_measure: bool,
 }
@@ -107,7 +109,8 @@ pub(crate) fn doctor(arguments: &Arguments, output: &Output) -> Result<Verdict> 
     }
     let memory = noted("RAM", SystemMemory::read(&machine.root).map(Memory::new), &mut lines);
     lines.extend(memory.iter().flat_map(Memory::lines));
-    let model = model.as_ref().map(|model| ModelFacts::read(model, &machine.root));
+    let measured_for = (!arguments.no_measure).then_some(disk::PATIENCE);
+    let model = model.as_ref().map(|model| ModelFacts::read(model, &machine.root, measured_for));
     let model = model.and_then(|model| noted("model", model, &mut lines));
     let limits = noted("limits", Limits::read(&machine.root), &mut lines);
     let simulated = opened.as_ref().is_some_and(|opened| opened.sim.is_some());

@@ -1,9 +1,10 @@
-//! What a model lies on: size, file system, free space, direct reads, registered pages.
+//! What a model lies on: size, file system, free space, direct reads and how fast they are,
+//! registered pages.
 
-use std::fs::OpenOptions;
-use std::os::fd::{AsRawFd, BorrowedFd};
-use std::os::unix::fs::{FileExt, OpenOptionsExt};
+use std::os::fd::BorrowedFd;
+use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
+use std::time::Duration;
 
 use serde::Serialize;
 use vbar::host::file_system::{FileSystem, FileSystemKind};
@@ -13,13 +14,11 @@ use vbar::host::source::ModelFile;
 use vbar::units::format_bytes;
 use vbar::{Error, ErrorCode, Result};
 
+use super::disk::{self, Disk};
 use super::line::Line;
 
-/// Direct reads of that many bytes, and at addresses that are multiples, suit every disk.
-const DIRECT_BYTES: usize = 4096;
-
 /// The serialized fields are part of the program's interface.
-#[derive(Serialize, Clone, PartialEq, Eq, Debug)]
+#[derive(Serialize, Clone, PartialEq, Debug)]
 pub(super) struct ModelFacts {
     name: String,
     model_bytes: u64,
@@ -27,7 +26,7 @@ pub(super) struct ModelFacts {
     files: Vec<FileFacts>,
 }
 
-#[derive(Serialize, Clone, PartialEq, Eq, Debug)]
+#[derive(Serialize, Clone, PartialEq, Debug)]
 struct FileFacts {
     path: String,
     bytes: u64,
@@ -39,11 +38,18 @@ struct FileFacts {
     /// Null where `O_DIRECT` works, else why not.
     direct_error: Option<String>,
     may_be_registered: bool,
+    /// Null where it was not measured.
+    disk: Option<Disk>,
 }
 
 impl ModelFacts {
-    pub(super) fn read(model: &Model, root: &SystemRoot) -> Result<Self> {
-        let files = model.files().iter().map(|file| FileFacts::read(file, root));
+    /// `measured_for`: how long each file's disk is read for, if it is.
+    pub(super) fn read(
+        model: &Model,
+        root: &SystemRoot,
+        measured_for: Option<Duration>,
+    ) -> Result<Self> {
+        let files = model.files().iter().map(|file| FileFacts::read(file, root, measured_for));
         Ok(Self {
             name: model.name().to_owned(),
             model_bytes: model.total_bytes(),
@@ -66,6 +72,7 @@ impl ModelFacts {
             }
             told.push(file);
             lines.extend([file.place(), file.direct(), file.registration()]);
+            lines.extend(file.disk.map(|disk| disk.line()));
         }
         lines
     }
@@ -96,11 +103,19 @@ impl ModelFacts {
 }
 
 impl FileFacts {
-    fn read(file: &ModelFile, root: &SystemRoot) -> Result<Self> {
+    fn read(file: &ModelFile, root: &SystemRoot, measured_for: Option<Duration>) -> Result<Self> {
         let descriptor = file.descriptor().ok_or_else(|| {
             Error::new(ErrorCode::Internal, format!("{}: has no descriptor", file.name()))
         })?;
         let found = FileSystem::of(descriptor, root).map_err(|error| error.context(file.name()))?;
+        let direct_error = direct_read(descriptor).err();
+        let disk = match measured_for {
+            Some(patience) if direct_error.is_none() => {
+                let disk = Disk::measure(descriptor, file.bytes(), patience);
+                disk.map_err(|error| Error::io(file.name(), &error))?
+            }
+            _ => None,
+        };
         Ok(Self {
             path: file.name().to_owned(),
             bytes: file.bytes(),
@@ -112,7 +127,8 @@ impl FileFacts {
                 FileSystemKind::Layered => "layered",
                 FileSystemKind::Other => "unknown",
             },
-            direct_error: direct_read(descriptor).err().map(|error| error.to_string()),
+            direct_error: direct_error.map(|error| error.to_string()),
+            disk,
             may_be_registered: found.may_be_registered(),
             file_system: found.name,
             mount_point: found.point,
@@ -186,16 +202,11 @@ impl FileFacts {
     }
 }
 
-/// Opens the file once more, past the page cache, and reads its beginning. It is opened by its
-/// descriptor: its name may be that of another file by now.
+/// Reads the beginning of the file past the page cache.
 fn direct_read(descriptor: BorrowedFd<'_>) -> std::io::Result<()> {
-    let path = format!("/proc/self/fd/{}", descriptor.as_raw_fd());
-    let direct = rustix::fs::OFlags::DIRECT.bits().cast_signed();
-    let file = OpenOptions::new().read(true).custom_flags(direct).open(path)?;
-    let mut memory = vec![0; 2 * DIRECT_BYTES];
-    let start = memory.as_ptr().align_offset(DIRECT_BYTES);
-    file.read_at(&mut memory[start..start + DIRECT_BYTES], 0)?;
-    Ok(())
+    let (mut memory, start) = disk::aligned(disk::ALIGNMENT);
+    let target = &mut memory[start..start + disk::ALIGNMENT];
+    disk::open_direct(descriptor)?.read_at(target, 0).map(drop)
 }
 
 #[cfg(test)]
@@ -214,6 +225,7 @@ mod tests {
             dax: false,
             direct_error: None,
             may_be_registered: name == "ext4",
+            disk: None,
         }
     }
 
