@@ -5,7 +5,7 @@ use std::sync::Arc;
 use tempfile::TempDir;
 use vbar::memory::pager::HeldPins;
 use vbar::model::synth::synthesize;
-use vbar::options::{Eviction, HostMapped, Poison, RuntimeOptions};
+use vbar::options::{Eviction, HostMapped, Poison, RuntimeOptions, Scrub};
 use vbar::torch::Allocator;
 use vbar::{ErrorCode, Fault, ModelBar, Result, Vbar};
 
@@ -60,6 +60,10 @@ fn strict(options: RuntimeOptions) -> RuntimeOptions {
 
 fn poisoned(options: RuntimeOptions) -> RuntimeOptions {
     RuntimeOptions { poison: Poison::On, ..options }
+}
+
+fn scrubbed(options: RuntimeOptions) -> RuntimeOptions {
+    RuntimeOptions { scrub: Scrub::On, ..options }
 }
 
 fn host_mapped(options: RuntimeOptions) -> RuntimeOptions {
@@ -449,6 +453,30 @@ pub(crate) const CASES: &[Case] = &[
         change: same,
         prepare: cached,
         act: fault_three,
+    },
+    Case {
+        name: "a fault of two bars whose frames are cleared",
+        leaves: Leaves::Progress,
+        budget: 4,
+        change: scrubbed,
+        prepare: fill_other,
+        act: fault_two_bars,
+    },
+    Case {
+        name: "a model whose frames are cleared",
+        leaves: Leaves::Progress,
+        budget: 6,
+        change: scrubbed,
+        prepare: open_model_beside_another,
+        act: fill_model,
+    },
+    Case {
+        name: "a request of PyTorch's whose frames are cleared",
+        leaves: Leaves::Progress,
+        budget: 4,
+        change: scrubbed,
+        prepare: torch_beside_weights,
+        act: malloc,
     },
 ];
 
