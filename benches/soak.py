@@ -1,4 +1,4 @@
-"""Hours in a quarter of one: PyTorch, C and Python in a tight budget, beside programs that want more.
+"""A quarter of an hour of PyTorch, C and Python in a tight budget, beside others that want more.
 
 One process has PyTorch with vbar's allocator: tensors on several streams, modules larger than the
 budget, patches that change, Ctrl-C; and a thread that runs `soak.c` in the same runtime. `soak.c`
@@ -166,9 +166,11 @@ class Soak:
     def _add(self, name, process, target, source, *theirs):
         for one in theirs:
             os.close(one)
-        child = Child(name, process, target, source, self.arguments.patience)
+        # Models are made and written first.
+        child = Child(name, process, target, source, max(300, self.arguments.patience))
         self.children.append(child)
         child.hear()
+        child.patience = self.arguments.patience
 
     def _c(self, name, arguments):
         theirs, target, source, theirs_too = self._pipes()

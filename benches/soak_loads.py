@@ -1,5 +1,5 @@
-"""The loads of `soak.py` that need no PyTorch: what all of them share, weights on a simulated device,
-and another program that takes memory of a real one.
+"""The loads of `soak.py` that need no PyTorch: weights on a simulated device, and another program
+that takes memory of a real one; and what all loads in Python share.
 
 A load is a process (or, in C, a thread of one) that does what the lines say which it reads, and
 answers each but ``go`` with a line of JSON; soak.c tells what they are. Between ``stop`` and the
@@ -426,9 +426,10 @@ class Weights(Load):
         self.models[at].close()
         self.models[at] = self.device.open_model(self.paths[at])
         bar = self.device.create_bar("1G")
-        with contextlib.suppress(vbar.Cancelled), bar.fault(0, MIB, stream=self.streams[0]) as guard:
-            if not guard:
-                self.refused(guard.reason)
+        with contextlib.suppress(vbar.Cancelled):
+            with bar.fault(0, MIB, stream=self.streams[0]) as guard:
+                if not guard:
+                    self.refused(guard.reason)
         bar.close()
         self.device.retire_stream(self.streams[1])
         self.streams[1].close()
@@ -481,8 +482,8 @@ class Weights(Load):
 class Neighbour(Load):
     """Another program: takes device memory as the driver gives it, and none of the library's.
 
-    At first all but ``arena`` bytes; then pieces come and go at random, at a time as much as the line
-    ``most`` has said, so that what is free is sometimes less than the headroom.
+    At first all but ``arena`` bytes; then pieces come and go at random, at a time as much as the
+    line ``most`` has said, so that what is free is sometimes less than the headroom.
     """
 
     most = 0

@@ -1,8 +1,8 @@
 """What the samples of `soak.py` say: a row for each thing that may not grow, a verdict, a drawing.
 
 Things are compared between the second quarter of the run and its last: the medians, and the median
-of the slopes between samples (Theil and Sen), times the samples from the first of these quarters on.
-Either may be a tolerance at most, which each row tells. The first quarter is left out, in which
+of the slopes between samples (Theil and Sen), times the samples from the first of these quarters
+on. Either may be a tolerance at most, which each row tells. The first quarter is left out, in which
 everything is loaded for the first time. Memory is compared between samples for which all of it was
 given back; descriptors and the like between all of them.
 """
@@ -49,7 +49,7 @@ ALWAYS = {"descriptors", "threads", "bars", "streams", "reservations"}
 #: What the driver misses beyond what is counted may grow by this, where other programs' memory is
 #: in it too; and what passes may take longer.
 UNCOUNTED = (32 * MIB, 0.0)
-SECONDS = (0.002, 0.15)
+SECONDS = (0.002, 0.25)
 
 
 def read(path):
@@ -212,7 +212,8 @@ def verdict(path):
     grown = [row["what"] for row in rows if not row["fine"]]
     loads = samples[-1]["loads"] if samples else {}
     complete = end is not None and not end.get("failed")
-    if wrong or grown:
+    # Before the end something may still be made for the first time.
+    if wrong or (grown and complete):
         code = 1
     elif not complete or missing or not rows:
         code = 3
@@ -221,6 +222,7 @@ def verdict(path):
     return {
         "code": code,
         "complete": complete,
+        "ended": end is not None,
         "seconds": samples[-1]["at"] if samples else 0,
         "seconds_wanted": None if options.get("samples") else options.get("seconds"),
         "samples": len(samples),
@@ -256,7 +258,7 @@ def table(told):
         lines.append(
             f"{name}: {load.get('rounds')} rounds, {load.get('passes')} passes,"
             f" {verified / 1e9:.2f} GB verified, {load.get('wrong')} times wrong,"
-            f" {load.get('refused')} faults refused ({reasons}), {load.get('interrupted')} interrupted,"
+            f" {load.get('refused')} refused ({reasons}), {load.get('interrupted')} interrupted,"
             f" {load.get('evicted', 0)} pages evicted"
         )
     lines.append(f"{'':42} {'2nd quarter':>14} {'last quarter':>14} {'trend':>12} {'allowed':>12}")
@@ -268,9 +270,10 @@ def table(told):
     lines += [f"WRONG: {text}" for text in told["wrong"]]
     lines += [f"too few samples: {name}" for name in told["too_few_samples"]]
     wanted = f" of {told['seconds_wanted']:.0f}" if told["seconds_wanted"] else ""
+    state = "" if told["complete"] else ", it ended too early" if told["ended"] else ", no end yet"
     words = {0: "all is well", 1: "NOT WELL", 3: "not enough to say"}
     lines.append(f"{told['seconds']:.0f}{wanted} s, {told['samples']} samples"
-                 f"{'' if told['complete'] else ', it did not end yet'}: {words[told['code']]}")
+                 f"{state}: {words[told['code']]}")
     return "\n".join(lines)
 
 

@@ -1,4 +1,4 @@
-"""The soak of the benchmarks, for seconds and on the simulated device: that it runs, and can fail."""
+"""The soak of the benchmarks, in seconds and on the simulated device: it runs, and it can fail."""
 
 import copy
 import json
