@@ -80,11 +80,31 @@ class Child:
         return self.hear()
 
 
+def compile_into(folder):
+    """The load in C, as a program and as an object for a thread of another one."""
+    import vbar._library
+
+    library = pathlib.Path(vbar._library.load()._name).resolve()
+    # What the linker wrote down, and the loader looks for: the same file as the package has.
+    link = folder / f"libvbar.so.{vbar._library.load().vbar_abi_version()}"
+    link.symlink_to(library)
+    compiler = [os.environ.get("CC", "cc"), "-std=c11", "-O2", "-Wall", "-Wextra", "-Werror"]
+    compiler += ["-pedantic", "-I", str(HERE.parent / "include"), str(HERE / "soak.c")]
+    linked = [str(link), f"-Wl,-rpath,{folder}", "-ldl"]
+    started = [
+        subprocess.Popen([*compiler, *kind, "-o", str(folder / name), *linked])
+        for name, kind in [("soak", []), ("soak.so", ["-shared", "-fPIC", "-DSOAK_SHARED"])]
+    ]
+    if any([process.wait() for process in started]):
+        raise SystemExit("soak.c was not compiled")
+
+
 class Soak:
     """All loads, and the file that samples are written to."""
 
     def __init__(self, arguments, folder):
         self.arguments, self.folder, self.children = arguments, folder, []
+        self.programs = arguments.programs or folder
         self.log = open(arguments.jsonl, "w", encoding="utf-8")
         self.began = time.monotonic()
 
@@ -93,24 +113,6 @@ class Soak:
         self.log.flush()
 
     # Starting.
-
-    def compile(self):
-        """The load in C, as a program and as an object for a thread of another one."""
-        import vbar._library
-
-        library = pathlib.Path(vbar._library.load()._name).resolve()
-        # What the linker wrote down, and the loader looks for: the same file as the package has.
-        link = self.folder / f"libvbar.so.{vbar._library.load().vbar_abi_version()}"
-        link.symlink_to(library)
-        compiler = [os.environ.get("CC", "cc"), "-std=c11", "-O2", "-Wall", "-Wextra", "-Werror"]
-        compiler += ["-pedantic", "-I", str(HERE.parent / "include"), str(HERE / "soak.c")]
-        linked = [str(link), f"-Wl,-rpath,{self.folder}", "-ldl"]
-        started = [
-            subprocess.Popen([*compiler, *kind, "-o", str(self.folder / name), *linked])
-            for name, kind in [("soak", []), ("soak.so", ["-shared", "-fPIC", "-DSOAK_SHARED"])]
-        ]
-        if any([process.wait() for process in started]):
-            raise SystemExit("soak.c was not compiled")
 
     def start(self):
         given = self.arguments
@@ -174,7 +176,7 @@ class Soak:
 
     def _c(self, name, arguments):
         theirs, target, source, theirs_too = self._pipes()
-        command = [str(self.folder / "soak"), f"in={theirs}", f"out={theirs_too}", *arguments]
+        command = [str(self.programs / "soak"), f"in={theirs}", f"out={theirs_too}", *arguments]
         process = subprocess.Popen(command, pass_fds=(theirs, theirs_too))
         self._add(name, process, target, source, theirs, theirs_too)
 
@@ -182,7 +184,7 @@ class Soak:
         theirs, target, source, theirs_too = self._pipes()
         told = [f"in={theirs}", f"out={theirs_too}", *arguments]
         told.append(f"inject={mistakes.get('thread', '')}")
-        options["thread"] = {"object": str(self.folder / "soak.so"), "arguments": told}
+        options["thread"] = {"object": str(self.programs / "soak.so"), "arguments": told}
         self._process(name, self.arguments.kind, options, (theirs, theirs_too))
         self._add("thread", self.children[-1].process, target, source, theirs, theirs_too)
 
@@ -225,7 +227,8 @@ class Soak:
         given = self.arguments
         self.write({"soak": {name: str(value) if isinstance(value, pathlib.Path) else value
                              for name, value in vars(given).items()}})
-        self.compile()
+        if given.programs is None:
+            compile_into(self.folder)
         self.start()
         # What is made once is made before anything is sampled.
         for child in self.children:
@@ -312,6 +315,7 @@ def parsed():
     parser.add_argument("--svg", type=pathlib.Path, help="the verdict, drawn")
     parser.add_argument("--seconds", type=float, default=900)
     parser.add_argument("--folder", type=pathlib.Path, default=pathlib.Path("/tmp"))
+    parser.add_argument("--programs", type=pathlib.Path, help="where soak.c was compiled into")
     parser.add_argument("--no-torch", dest="torch", action="store_false",
                         help="C and Python alone, on the simulated device")
     parser.add_argument("--no-thread", action="store_true", help="no C within the Python process")

@@ -1,4 +1,4 @@
-"""The load of `soak.py` that has PyTorch: tensors on several streams, modules larger than the budget.
+"""The load of `soak.py` with PyTorch: tensors on several streams, modules larger than the budget.
 
 PyTorch allocates with vbar. What modules compute is compared bit by bit with what the same ones did
 as ordinary modules; tensors of one number each are added up on another stream than they were made

@@ -341,7 +341,7 @@ impl Fences {
         Ok(Ticket::new(slot.index, sequence))
     }
 
-    /// An event that nobody waits for: a stream that was retired has left some, else a new one. Else
+    /// An event that nobody waits for: one that a retired stream has left, else a new one. Otherwise
     /// a program whose streams come and go would have events in every slot.
     #[cold]
     fn another_event(&self) -> Result<Event> {

@@ -6,6 +6,7 @@ import pathlib
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import unittest
 
@@ -13,6 +14,7 @@ from support import ROOT, Case
 
 sys.path.insert(0, str(ROOT / "benches"))
 
+import soak  # noqa: E402
 import soak_report  # noqa: E402
 
 PROGRAM = [sys.executable, str(ROOT / "benches/soak.py")]
@@ -29,6 +31,13 @@ class Runs(Case):
         "bytes": ["python:byte", "thread:byte", "c:list"],
     }
 
+    @classmethod
+    def setUpClass(cls):
+        folder = tempfile.TemporaryDirectory()
+        cls.addClassCleanup(folder.cleanup)
+        cls.programs = pathlib.Path(folder.name)
+        soak.compile_into(cls.programs)
+
     def setUp(self):
         super().setUp()
         self.path = self.folder / "soak.jsonl"
@@ -37,6 +46,7 @@ class Runs(Case):
         folder = self.folder / name
         folder.mkdir()
         command = [*PROGRAM, *SHORT, "--folder", str(folder), "--jsonl", str(folder / "soak.jsonl")]
+        command += ["--programs", str(self.programs)]
         command += ["--json", str(folder / "verdict"), "--svg", str(folder / "soak.svg"), *more]
         for mistake in mistakes:
             command += ["--inject", mistake]
