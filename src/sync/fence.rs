@@ -341,8 +341,8 @@ impl Fences {
         Ok(Ticket::new(slot.index, sequence))
     }
 
-    /// An event that nobody waits for: one that a retired stream has left, else a new one. Otherwise
-    /// a program whose streams come and go would have events in every slot.
+    /// An event that nobody waits for: one that a retired stream has left, else a new one.
+    /// Otherwise a program whose streams come and go would have events in every slot.
     #[cold]
     fn another_event(&self) -> Result<Event> {
         for slot in self.slots.iter().filter(|slot| slot.id.load(Acquire) == RETIRED) {
