@@ -16,9 +16,8 @@ from torch import nn
 import vbar
 import vbar.torch
 
-TOKENS, RANK = 256, 16
-#: Of the first model, the layers that are patched.
-PATCHED = 4
+#: Of the first model, the layers that are patched, and the rank of a patch.
+PATCHED, RANK = 4, 16
 
 
 class Layer(nn.Module):
@@ -51,7 +50,7 @@ class Streamed:
         self.path = os.path.join(load.options["folder"], f"{name}.safetensors")
         self.patched = [f"layers.{at}.up.weight" for at in range(patched)]
         self.version = 0
-        self.x = torch.randn(TOKENS, width, device="cuda", dtype=torch.bfloat16)
+        self.x = torch.randn(load.options.get("tokens", 256), width, device="cuda", dtype=torch.bfloat16)
         self.factors = {
             version: (
                 torch.randn(4 * width, RANK, device="cuda", dtype=torch.bfloat16) * 0.01,
@@ -202,16 +201,16 @@ class Torch(Load):
         self._pass(small, stream)
 
     def _tensors(self):
+        most = self.options["budget"] // 32
         for _ in range(6):
-            nbytes = int(2 ** self.dice.uniform(9, 26.5))
+            nbytes = int(2 ** self.dice.uniform(9, math.log2(most)))
             value, stream = self.dice.randrange(1, 250), self.dice.choice(self.streams)
             made = self._within_pressure(lambda: self._made(nbytes, value, stream))
             if made is not None:
                 self.kept.append((made, value, stream))
             del made
         self.dice.shuffle(self.kept)
-        most = self.options["budget"] // 8
-        while self.kept and sum(each.nbytes for each, *_ in self.kept) > most:
+        while self.kept and sum(each.nbytes for each, *_ in self.kept) > 4 * most:
             self._add_up_and_drop()
         self._settle_sums()
 
