@@ -273,15 +273,17 @@ class Soak:
         return time.monotonic() - self.began >= given.seconds
 
     def end_all(self):
-        """Processes that are still there: one that is stuck says where, if it is Python."""
+        """Processes that are still there: they end when nobody asks them any more. One that is
+        stuck says where, if it is Python.
+        """
         for child in self.children:
-            if child.process.poll() is None:
-                child.process.send_signal(signal.SIGABRT)
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    child.process.wait(10)
+            os.close(child.target)
+        for child in self.children:
+            for number, seconds in ((0, 10), (signal.SIGABRT, 10), (signal.SIGKILL, None)):
                 if child.process.poll() is None:
-                    child.process.kill()
-                    child.process.wait()
+                    child.process.send_signal(number)
+                    with contextlib.suppress(subprocess.TimeoutExpired):
+                        child.process.wait(seconds)
 
 
 def process_of(pid):

@@ -505,9 +505,10 @@ class Neighbour(Load):
         room = self.most - sum(self.pieces)
         # The driver itself needs some for what it loads late.
         free = self.outsider.free_bytes() - 128 * MIB
-        wanted = self.dice.randrange(max(room, 1))
-        if min(wanted, free) > 32 * MIB:
-            taken = self.outsider.take(min(wanted, free))
+        wanted = min(self.dice.randrange(max(room, 1)), free)
+        if wanted > 32 * MIB:
+            # Whole units of the driver's, so that what is taken is what is missing.
+            taken = self.outsider.take(wanted // (2 * MIB) * (2 * MIB))
             if taken:
                 self.pieces.append(taken)
         self.counts["passes"] += 1

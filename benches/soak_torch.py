@@ -50,7 +50,8 @@ class Streamed:
         self.path = os.path.join(load.options["folder"], f"{name}.safetensors")
         self.patched = [f"layers.{at}.up.weight" for at in range(patched)]
         self.version = 0
-        self.x = torch.randn(load.options.get("tokens", 256), width, device="cuda", dtype=torch.bfloat16)
+        tokens = load.options.get("tokens", 256)
+        self.x = torch.randn(tokens, width, device="cuda", dtype=torch.bfloat16)
         self.factors = {
             version: (
                 torch.randn(4 * width, RANK, device="cuda", dtype=torch.bfloat16) * 0.01,

@@ -545,7 +545,6 @@ class Ends(Case):
 
 
 class Soak(unittest.TestCase):
-
     """The load of benches/soak.py with PyTorch, which has its verdict in test_soak.py."""
 
     PROGRAM = """
