@@ -232,12 +232,13 @@ static void press(struct load *load) {
 
 static void a_round(struct load *load) {
     static void *grown;
-    VbarStream stream = load->streams[drawn(load, STREAMS)];
     load->rounds++;
     press(load);
     knobs(load);
     uint64_t die = load->rounds % 4;
     if (die == 0) lives(load);
+    /* Now: a stream may be another one than before. */
+    VbarStream stream = load->streams[drawn(load, STREAMS)];
     if (die == 1) several(load, stream);
     if (die == 2) own_weights(load, stream);
     pass(load, &load->models[load->rounds % load->model_count], stream);

@@ -328,11 +328,12 @@ class Weights(Load):
     def a_round(self):
         self._press()
         self.turn_a_knob()
-        stream = self.dice.choice(self.streams)
         at = self.counts["rounds"] % 5
         if at == 0:
             self._live()
-        elif at == 1:
+        # Now: a stream may be another one than before.
+        stream = self.dice.choice(self.streams)
+        if at == 1:
             self._patch(stream)
         elif at == 2:
             self._several(stream)
