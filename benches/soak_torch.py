@@ -149,7 +149,7 @@ class Torch(Load):
             torch.cuda.synchronize()
             self.check_pins(self._bars())
         elif at == 3:
-            vbar.torch.release_phase()
+            self._within_pressure(vbar.torch.release_phase)
         self._tensors()
         if at == 4:
             self._workflow(stream)
@@ -186,6 +186,11 @@ class Torch(Load):
             self.counts["refused"] += 1
             self.reasons["out_of_memory"] += 1
         except vbar.Cancelled:
+            self.counts["interrupted"] += 1
+        except RuntimeError as error:
+            # What PyTorch raises of a request whose wait another thread has ended.
+            if "was cancelled" not in str(error):
+                raise
             self.counts["interrupted"] += 1
         return None
 

@@ -11,8 +11,10 @@
 # Where a command may take ten minutes and no more: `due` runs what has to pass on one GPU within
 # DUE_SECONDS, several parts at once, prints a line for each, and packs what they said into
 # $OUT/due.tar.gz. `soak` starts benches/soak.py for SOAK_SECONDS, which goes on when this script
-# has ended; `soak-poll` waits SOAK_POLL_SECONDS for it at most, judges what there is, and copies it to
-# $OUT. SOAK has more of its options.
+# has ended; `soak-poll` waits SOAK_POLL_SECONDS for it at most, judges what there is, and copies
+# it to $OUT. SOAK has more of its options. Both in one go:
+#
+#   DUE_SECONDS=440 SOAK_START_SECONDS=40 OUT=/tmp/out ./device-run.sh due soak
 set -uo pipefail
 cd "$(dirname "$0")"
 model_bytes=${MODEL_BYTES:-16G}
@@ -218,7 +220,7 @@ soak() {
         --jsonl "$soak_folder/soak.jsonl" --json "$soak_folder/verdict.json" \
         --svg "$soak_folder/soak.svg" ${SOAK:-} >"$soak_folder/soak.log" 2>&1 </dev/null &
     echo $! >"$soak_folder/pid"
-    # Whatever is missing shows before the first sample.
+    # Whatever is missing shows before the first sample, which takes a minute or two.
     for ((waited = 0; waited < ${SOAK_START_SECONDS:-400}; waited++)); do
         if grep -qs '"sample"' "$soak_folder/soak.jsonl"; then
             echo "== a soak is running: process $(cat "$soak_folder/pid"), $soak_folder"
@@ -227,6 +229,10 @@ soak() {
         soak_runs || break
         sleep 1
     done
+    if soak_runs; then
+        echo "== a soak has started, and has no sample yet: process $(cat "$soak_folder/pid")"
+        return
+    fi
     echo "== FAILED: the soak has no sample"
     tail -n 30 "$soak_folder/soak.log"
     failed=1
