@@ -13,5 +13,6 @@ mod registered;
 pub mod ring;
 mod span;
 pub mod staging;
+pub mod transfer;
 mod trial;
 mod warmth;
