@@ -209,7 +209,9 @@ class ModelVBAR:
         told = []
         for start in range(0, self._backed, PAGE):
             own = pages[start // size : max(start // size + 1, (start + PAGE) // size)]
-            resident = all(page.state in _IN_FRAMES for page in own)
+            # What no allocation has is not missed.
+            wanted = own[: max(-(-(self.offset - start) // size), 0)]
+            resident = bool(wanted) and all(page.state in _IN_FRAMES for page in wanted)
             pinned = any(page.pin_count for page in own)
             told.append(_RESIDENT * resident | _PINNED * pinned)
         return told

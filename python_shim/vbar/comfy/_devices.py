@@ -251,8 +251,11 @@ def analyze() -> None:
 def _set_simple(nbytes: int) -> None:
     global _simple
     _simple = nbytes
-    for context in contexts.values():
-        context.apply(nbytes)
+    for context in list(contexts.values()):
+        try:
+            context.apply(nbytes)
+        except Error as error:
+            logger.error("%r keeps its headroom: %s", context, error)
 
 
 def _headroom(nbytes: Any) -> int:
