@@ -114,7 +114,8 @@ class Start(unittest.TestCase):
     def test_its_exit_code_and_traceback_are_its_own(self):
         self.main.write_text("import sys\nsys.exit(7)\n")
         self.assertEqual(self.python("-m", "vbar.comfy", self.main)[0], 7)
-        self.main.write_text("import atexit\natexit.register(lambda: print(name))\nname = 5\n1 / 0\n")
+        late = "import atexit\natexit.register(lambda: print(name))\nname = 5\n1 / 0\n"
+        self.main.write_text(late)
         code, output, errors = self.python("-m", "vbar.comfy", self.main)
         self.assertEqual((code, output), (1, "5\n"))
         self.assertIn(f'File "{self.main}", line 4', errors)

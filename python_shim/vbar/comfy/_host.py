@@ -241,13 +241,18 @@ class HostBuffer:
         self._committed = ahead
         base, pool = self._base, _pool()
         for at, length in _pieces(ahead - start):
-            pool.submit(self._touch_if_there, base, start + at, length)
+            pool.submit(self._touch_if_there, base, base + start + at, length)
 
     def _touch_if_there(self, base: int, at: int, length: int) -> None:
-        with self._lock:
+        # Whoever has the lock may be waiting for these threads; what is not touched comes later.
+        if not self._lock.acquire(blocking=False):
+            return
+        try:
             # It may have been given back since.
-            if self._base == base and at + length <= self._committed:
-                _libc.touch(base + at, length)
+            if self._base == base and at - base + length <= self._committed:
+                _libc.touch(at, length)
+        finally:
+            self._lock.release()
 
     def _shrink_to(self, size: int) -> None:
         if not size:
