@@ -1,7 +1,7 @@
 /*
  * Hostile calls of copies that a program asks for itself. See hostile.c.
  */
-#define _POSIX_C_SOURCE 200809L
+#define _GNU_SOURCE
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <unistd.h>
@@ -10,11 +10,23 @@
 
 static const int32_t no_descriptors[] = {-1, INT32_MIN};
 
-/* The first page of the world's bar, which is pinned. */
-static uint64_t pinned(void) {
-    VbarBarInfo info = {.size = sizeof info};
-    OK(vbar_bar_info(world.bar, &info));
-    return info.address;
+/* A page of a bar of its own, which is pinned: the world's may have lost theirs. */
+static VbarBar own_bar;
+static VbarFault own_page;
+
+static uint64_t pin(void) {
+    OK(vbar_bar_create(world.device, world.page, &own_bar));
+    OK(vbar_bar_fault(own_bar, 0, world.page, 0, &own_page));
+    CHECK(own_page.token.id != 0);
+    return own_page.address;
+}
+
+static void unpin(void) {
+    OK(vbar_token_unpin(own_page.token, 0));
+    uint32_t pinned_count;
+    OK(vbar_bar_end_of_run(own_bar, 0, VBAR_HELD_PINS_KEEP, &pinned_count));
+    CHECK(pinned_count == 0);
+    OK(vbar_bar_destroy_wait(own_bar));
 }
 
 static int open_raw(int flags) {
@@ -25,7 +37,7 @@ static int open_raw(int flags) {
 
 CASE(vbar_device_read_file) {
     int file = open_raw(O_RDONLY);
-    uint64_t target = pinned();
+    uint64_t target = pin();
     EACH_BAD_ID(DEVICE, VbarDevice, bad, vbar_device_read_file(bad, file, 0, 16, target, 0));
     for (size_t at = 0; at < COUNT_OF(no_descriptors); at++) {
         FAILS(vbar_device_read_file(world.device, no_descriptors[at], 0, 16, target, 0),
@@ -46,11 +58,12 @@ CASE(vbar_device_read_file) {
     OK(vbar_device_read_file(world.device, file, 0, 0, target, 0));
     OK(vbar_device_read_file(world.device, file, 3 * world.page - 16, 16, target, 0));
     close(file);
+    unpin();
 }
 
 CASE(vbar_device_write_file) {
     int file = open_raw(O_RDONLY);
-    uint64_t source = pinned();
+    uint64_t source = pin();
     EACH_BAD_ID(DEVICE, VbarDevice, bad, vbar_device_write_file(bad, file, 0, 16, source, 0));
     FAILS(vbar_device_write_file(world.device, -1, 0, 16, source, 0),
           VBAR_STATUS_INVALID_ARGUMENT, "descriptor");
@@ -65,11 +78,12 @@ CASE(vbar_device_write_file) {
           "writing bytes");
     OK(vbar_device_write_file(world.device, file, 0, 0, source, 0));
     close(file);
+    unpin();
 }
 
 CASE(vbar_device_copy_from_host) {
     static const char bytes[16];
-    uint64_t target = pinned();
+    uint64_t target = pin();
     EACH_BAD_ID(DEVICE, VbarDevice, bad,
                 vbar_device_copy_from_host(bad, bytes, sizeof bytes, target, 0));
     FAILS(vbar_device_copy_from_host(world.device, NULL, 16, target, 0),
@@ -82,6 +96,7 @@ CASE(vbar_device_copy_from_host) {
           VBAR_STATUS_INVALID_ARGUMENT, "stream");
     OK(vbar_device_copy_from_host(world.device, NULL, 0, target, 0));
     OK(vbar_device_copy_from_host(world.device, bytes, sizeof bytes, target, 0));
+    unpin();
 }
 
 CASE(vbar_device_lock_host) {

@@ -47,7 +47,7 @@ fn a_file_goes_to_the_device_and_back_behind_the_work_of_its_stream() {
         let world = world(threads, page);
         let bytes = 5 * page + 4328;
         let (vbar, stored) = (world.runtime.create_bar(6 * page).unwrap(), file(bytes + 100, 7));
-        let guard = resident_on(&vbar, 0..6 * page, world.stream);
+        let guard = resident_on(&vbar, 0..6 * page / P, world.stream);
         let read = |at: u64| {
             let range = at..at + bytes;
             world.runtime.read_file(&stored, range, vbar.base(), world.stream)
@@ -74,7 +74,7 @@ fn a_file_that_ends_or_cannot_be_written_leaves_the_ring_whole() {
     for threads in [Threads::Off, Threads::On] {
         let world = world(threads, LARGE);
         let (vbar, stored) = (world.runtime.create_bar(4 * LARGE).unwrap(), file(3 * LARGE, 3));
-        let guard = resident_on(&vbar, 0..4 * LARGE, world.stream);
+        let guard = resident_on(&vbar, 0..4 * LARGE / P, world.stream);
         let read = |bytes: u64| {
             let base = vbar.base();
             world.runtime.read_file(&stored, 0..bytes, base, world.stream)
@@ -103,7 +103,7 @@ fn a_file_that_ends_or_cannot_be_written_leaves_the_ring_whole() {
 fn a_captured_stream_is_refused_and_its_capture_goes_on() {
     let world = world(Threads::Off, P);
     let (vbar, stored) = (world.vbar(1), file(P, 1));
-    let guard = resident_on(&vbar, 0..P, world.stream);
+    let guard = resident_on(&vbar, 0..1, world.stream);
     let captured = world.another_stream();
     world.sim.begin_capture(captured, CaptureMode::Global).unwrap();
     let refused = [
@@ -125,7 +125,7 @@ fn a_captured_stream_is_refused_and_its_capture_goes_on() {
 fn a_slot_is_not_used_again_before_its_copy_is_done() {
     let world = world(Threads::Off, P);
     let (vbar, stored) = (world.vbar(16), file(16 * P, 5));
-    let guard = resident_on(&vbar, 0..16 * P, world.stream);
+    let guard = resident_on(&vbar, 0..16, world.stream);
     let read = |bytes: u64| world.runtime.read_file(&stored, 0..bytes, vbar.base(), world.stream);
     read(P).unwrap();
     world.sim.hold_stream(world.stream).unwrap();
@@ -145,7 +145,7 @@ fn a_slot_is_not_used_again_before_its_copy_is_done() {
 fn a_copy_that_no_fence_covers_is_waited_for() {
     let world = world(Threads::Off, P);
     let (vbar, stored) = (world.vbar(4), file(4 * P, 5));
-    let guard = resident_on(&vbar, 0..4 * P, world.stream);
+    let guard = resident_on(&vbar, 0..4, world.stream);
     world.runtime.read_file(&stored, 0..P, vbar.base(), world.stream).unwrap();
     for verb in [Verb::EventRecord, Verb::MemcpyHtodAsync, Verb::MemcpyDtohAsync] {
         world.sim.fail_always(verb, DriverCode::INVALID_VALUE);

@@ -233,7 +233,7 @@ TEST(a_stream_is_retired) {
 TEST(a_file_goes_to_the_device_and_back) {
     Sim sim;
     const vbar::Bar bar = sim.device.create_bar(3 * PAGE);
-    const auto guard = bar.fault(0, 3 * PAGE, sim.stream);
+    auto guard = bar.fault(0, 3 * PAGE, sim.stream);
     CHECK(guard);
     std::vector<char> wanted(2 * PAGE + 12345), found(wanted.size());
     for (std::size_t at = 0; at < wanted.size(); at++) wanted[at] = static_cast<char>(at * 31 / 7);
@@ -272,7 +272,7 @@ TEST(a_file_goes_to_the_device_and_back) {
 TEST(a_stream_waits_for_another) {
     Sim sim;
     const vbar::Bar bar = sim.device.create_bar(PAGE);
-    const auto guard = bar.fault(0, PAGE, sim.stream);
+    auto guard = bar.fault(0, PAGE, sim.stream);
     const auto other = vbar::sim::Stream::create(sim.device);
     sim.stream.hold();
     vbar::sim::launch_pattern(sim.device, guard->address(), PAGE, 7, sim.stream);
