@@ -79,21 +79,16 @@ pub unsafe extern "C" fn vbar_device_copy_from_host(
     call(|| {
         let target = address(target, &byte_range(memory.addr() as u64, bytes)?)?;
         let (entry, stream) = (device::find(device)?, Stream(stream));
-        let below = entry.runtime.device();
         if stream.is_none() || (memory.is_null() && bytes > 0) {
             return Err(invalid("a copy needs memory and a stream"));
         }
-        below.check()?;
-        let _scope = below.enter()?;
         let length = usize::try_from(bytes).map_err(|_| invalid("more bytes than addresses"))?;
-        // SAFETY: as the caller promises; a range of no bytes is not read.
-        let copy =
-            || unsafe { below.driver.memcpy_htod_async(target, memory.cast(), length, stream) };
-        if length > 0 {
-            below.retry(copy).map_err(|error| below.note(error.into()))
-        } else {
-            Ok(())
-        }
+        let source = memory.cast();
+        entry.runtime.within(|driver| match length {
+            0 => Ok(()),
+            // SAFETY: as the caller promises.
+            _ => unsafe { driver.memcpy_htod_async(target, source, length, stream) },
+        })
     })
 }
 
@@ -123,12 +118,8 @@ pub unsafe extern "C" fn vbar_device_lock_host(
         let (Some(memory), Some(length)) = (NonNull::new(memory.cast::<u8>()), length) else {
             return Err(invalid("no memory to lock"));
         };
-        let below = entry.runtime.device();
-        below.check()?;
-        let _scope = below.enter()?;
         // SAFETY: as the caller promises.
-        let lock = || unsafe { below.driver.mem_host_register(memory, length) };
-        below.retry(lock).map_err(|error| below.note(error.into()))
+        entry.runtime.within(|driver| unsafe { driver.mem_host_register(memory, length) })
     })
 }
 
@@ -140,18 +131,9 @@ pub unsafe extern "C" fn vbar_device_lock_host(
 pub extern "C" fn vbar_device_unlock_host(device: VbarDevice, memory: *mut c_void) -> VbarStatus {
     call(|| {
         let entry = device::find(device)?;
-        let none = || Error::new(ErrorCode::NotFound, format!("no locked range is at {memory:?}"));
-        let below = entry.runtime.device();
-        below.check()?;
-        let start = NonNull::new(memory.cast::<u8>()).ok_or_else(none)?;
-        // Asked first: the driver takes the start of a range only.
-        let found = below.retry(|| below.driver.pointer_get_host_range(start.addr().get() as u64));
-        let found = found.map_err(|error| below.note(error.into()))?;
-        if found.is_none_or(|range| range.start != start.addr().get() as u64) {
-            return Err(none());
+        match NonNull::new(memory.cast::<u8>()) {
+            Some(start) if entry.runtime.unlock_host(start)? => Ok(()),
+            _ => Err(Error::new(ErrorCode::NotFound, format!("no locked range is at {memory:?}"))),
         }
-        let _scope = below.enter()?;
-        let unlock = || below.driver.mem_host_unregister(start);
-        below.retry(unlock).map_err(|error| below.note(error.into()))
     })
 }

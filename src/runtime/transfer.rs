@@ -4,9 +4,12 @@
 
 use std::fs::File;
 use std::ops::Range;
+use std::ptr::NonNull;
 use std::sync::Arc;
 
 use super::Runtime;
+use crate::copy::fill::Filler;
+use crate::driver::{Driver, DriverCode, DriverResult};
 use crate::error::Result;
 use crate::units::{DeviceAddress, Stream};
 
@@ -25,7 +28,7 @@ impl Runtime {
         target: DeviceAddress,
         stream: Stream,
     ) -> Result<()> {
-        let read = self.within(|| self.pager().filler()?.read_file(file, bytes, target, stream));
+        let read = self.transfer(|filler| filler.read_file(file, bytes, target, stream));
         read.map_err(|error| self.pager().told(error, format_args!("a file to {target}")))
     }
 
@@ -41,15 +44,51 @@ impl Runtime {
         source: DeviceAddress,
         stream: Stream,
     ) -> Result<()> {
-        let written =
-            self.within(|| self.pager().filler()?.write_file(file, bytes, source, stream));
+        let written = self.transfer(|filler| filler.write_file(file, bytes, source, stream));
         written.map_err(|error| self.pager().told(error, format_args!("{source} to a file")))
     }
 
-    /// Calls with the device's context current.
-    fn within(&self, act: impl FnOnce() -> Result<()>) -> Result<()> {
+    fn transfer(&self, act: impl FnOnce(&Filler) -> Result<()>) -> Result<()> {
         self.device().check()?;
         let _scope = self.device().enter()?;
-        act()
+        act(&*self.pager().filler()?)
+    }
+
+    /// Ends the page-lock of a range of the program's that begins here, whoever locked it; whether
+    /// there was one. No copy of it is pending.
+    ///
+    /// # Errors
+    /// What the driver says.
+    pub(crate) fn unlock_host(&self, start: NonNull<u8>) -> Result<bool> {
+        let mut is_locked = false;
+        self.within(|driver| {
+            is_locked = driver.pointer_get_host_range(start.addr().get() as u64)?.is_some();
+            if !is_locked {
+                return Ok(());
+            }
+            match driver.mem_host_unregister(start) {
+                // Within a range, but not where it begins.
+                Err(error) if error.code == DriverCode::HOST_MEMORY_NOT_REGISTERED => {
+                    is_locked = false;
+                    Ok(())
+                }
+                done => done,
+            }
+        })?;
+        Ok(is_locked)
+    }
+
+    /// Calls the driver with the device's context current, again when it was not ready.
+    ///
+    /// # Errors
+    /// What the driver says.
+    pub(crate) fn within(
+        &self,
+        mut act: impl FnMut(&dyn Driver) -> DriverResult<()>,
+    ) -> Result<()> {
+        self.device().check()?;
+        let _scope = self.device().enter()?;
+        let done = self.device().retry(|| act(&*self.device().driver));
+        done.map_err(|error| self.device().note(error.into()))
     }
 }

@@ -65,13 +65,16 @@ class Case(Folder):
         """A second time does nothing."""
         if torch._dense.sim is None:
             return
-        torch.cuda.synchronize()
-        control.deinit()
-        torch.cuda.set_stream(types.SimpleNamespace(cuda_stream=0))
-        torch.cuda.streams, torch.cuda.host_device = [], None
         torch._dense.sim = None
-        found = self.sim.violations()
-        self.sim.close()
+        try:
+            torch.cuda.synchronize()
+        finally:
+            # Also where the device is lost: the next test has another.
+            control.deinit()
+            torch.cuda.set_stream(types.SimpleNamespace(cuda_stream=0))
+            torch.cuda.streams, torch.cuda.host_device = [], None
+            found = self.sim.violations()
+            self.sim.close()
         self.assertEqual(found, [])
 
     def logged(self, level="DEBUG"):

@@ -76,8 +76,9 @@ class Surface(unittest.TestCase):
         check(storage.fast_disk, "path")
 
     def test_lib_is_none_before_init_and_is_there_everywhere_after(self):
-        modules = [control, host_buffer, model_vbar, model_mmap, vram_buffer, malloc_graph, tensors]
-        self.assertEqual([module.lib for module in modules], [None] * 7)
+        modules = [control, host_buffer, model_vbar, model_mmap, vram_buffer, malloc_graph]
+        modules += [tensors, storage]
+        self.assertEqual([module.lib for module in modules], [None] * 8)
         self.assertEqual(control.get_total_vram_usage(), 0)
         refused(RuntimeError, "before control.init", control.get_simple_vram_headroom)
         refused(RuntimeError, "before control.init", control.set_simple_vram_headroom, 1)
@@ -137,6 +138,8 @@ class Control(Case):
         self.assertIs(control.get_devctx(0).device, device)
         with self.logged("ERROR"):
             self.assertFalse(control.init_devices([(0, 7 * MIB), (5, 0)]))
+        with self.logged("ERROR"):
+            self.assertFalse(control.init_devices(1 // 0 for _ in "x"))
         self.assertEqual([*control.devctxs], [0])
         self.assertEqual(self.context.extra, 0)
         refused(RuntimeError, "device 1 was not opened", control.get_devctx, 1)

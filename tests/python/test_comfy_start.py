@@ -155,7 +155,8 @@ class Start(unittest.TestCase):
             assert vbar.comfy.is_installed() and vbar.torch.is_installed()
             from comfy_aimdo.model_vbar import ModelVBAR, lib
             assert lib is None
-            import comfy_aimdo.control as control
+            import comfy_aimdo, comfy_aimdo.control as control
+            assert hasattr(comfy_aimdo, "malloc_graph")
             assert control.init(simple_vram_headroom=700 << 20) and control.init_devices([0])
             # Weights and tensors have one budget: what a tensor needs, weights give.
             bar = ModelVBAR(1 << 34, 0)

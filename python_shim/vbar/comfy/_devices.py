@@ -130,6 +130,7 @@ def init_devices(wanted: Iterable[Any]) -> bool:
             return False
         opened: list[int] = []
         changed: list[tuple[Context, int]] = []
+        index = None
         try:
             for entry in wanted:
                 index, extra = entry if isinstance(entry, (tuple, list)) else (entry, None)

@@ -9,7 +9,7 @@ computes, which ComfyUI has ordered behind its copies by then.
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from .. import _abi, _interrupt, _library, _log
 from .._call import raise_failure
@@ -88,7 +88,3 @@ def unpin(pins: Pins, stream: int) -> None:
         pins.release()
         raise
     pins.forget()
-
-
-def reason_of(pins: Any) -> str:
-    return str(Reason(pins.reason))

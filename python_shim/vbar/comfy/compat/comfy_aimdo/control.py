@@ -7,6 +7,9 @@ from typing import Any, Iterable
 
 from vbar.comfy import _devices, _graph
 
+# Its presence in the package is how clients find out that there is one.
+from . import malloc_graph  # noqa: F401
+
 _VERBOSE, _VERY_VERBOSE, _NOTHING = logging.DEBUG - 1, logging.DEBUG - 5, logging.CRITICAL + 10
 _logger = logging.getLogger("vbar")
 
