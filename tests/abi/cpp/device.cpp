@@ -274,13 +274,12 @@ TEST(a_stream_waits_for_another) {
     const vbar::Bar bar = sim.device.create_bar(PAGE);
     auto guard = bar.fault(0, PAGE, sim.stream);
     const auto other = vbar::sim::Stream::create(sim.device);
-    sim.stream.hold();
-    vbar::sim::launch_pattern(sim.device, guard->address(), PAGE, 7, sim.stream);
+    // It waits before it writes.
+    vbar::sim::launch_pattern(sim.device, guard->address(), PAGE, 7, sim.stream, 20000);
     // Without this the copy would be a race, which the device counts and `Sim` looks for at its end.
     other.wait_for(sim.stream);
     std::vector<char> found(PAGE), wanted(PAGE);
     vbar::sim::copy_to_host(sim.device, found.data(), guard->address(), PAGE, other);
-    sim.stream.release();
     other.synchronize();
     vbar::sim::pattern(wanted.data(), PAGE, 7);
     CHECK(found == wanted);
