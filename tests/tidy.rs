@@ -79,6 +79,7 @@ const UNSAFE: &[&str] = &[
     "src/ffi/torch/numbers.rs",
     "src/ffi/torch/record.rs",
     "src/ffi/torch/throw.rs",
+    "src/ffi/transfer.rs",
     "src/ffi/value.rs",
     "src/ffi/wait.rs",
     "src/sync/clock.rs",

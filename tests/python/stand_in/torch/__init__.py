@@ -17,9 +17,11 @@ from . import _dense
 from ._dense import (  # noqa: F401
     DTYPES,
     arange,
+    as_tensor,
     device,
     dtype,
     empty_like,
+    frombuffer,
     inference_mode,
     is_grad_enabled,
     no_grad,
