@@ -68,6 +68,7 @@ files! {
     test_shared
     test_signals
     test_sim
+    test_soak
     test_torch_install
     test_torch_plug
     test_torch_record

@@ -1,9 +1,10 @@
 """As torch.cuda."""
 
+import contextlib
 import os
 import types
 
-from .. import _C
+from .. import _C, _dense
 from . import memory
 from .memory import *  # noqa: F403
 
@@ -93,6 +94,31 @@ capturing = False
 
 def is_current_stream_capturing():
     return capturing
+
+
+class Stream:
+    """One of the simulated device's."""
+
+    def __init__(self):
+        self._own = _dense.sim.stream()
+        self.cuda_stream = self._own.handle
+
+    def synchronize(self):
+        self._own.synchronize()
+
+    def wait_stream(self, other):
+        # Operations here are done when they return.
+        pass
+
+
+@contextlib.contextmanager
+def stream(given):
+    before = _stream
+    set_stream(given)
+    try:
+        yield
+    finally:
+        set_stream(before)
 
 
 class MemPool:
