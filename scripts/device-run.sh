@@ -6,7 +6,9 @@
 #   MODEL_BYTES=16G BUDGET=8G MODEL=/tmp/vbar-model.safetensors ./device-run.sh [PART...]
 #
 # The parts are suite, programs, python, torch, examples, bench, stream and model; without a name,
-# all of them. Others have to be named. `distributed` needs two GPUs and fails with fewer.
+# all of them. Others have to be named. `distributed` needs two GPUs and fails with fewer. `comfy`
+# needs a ComfyUI 0.33 at COMFY_TREE with what it imports, and takes the folder of the original
+# allocator as COMFY_ORIGINAL.
 #
 # Where a command may take ten minutes and no more: `due` runs what has to pass on one GPU within
 # DUE_SECONDS, several parts at once, prints a line for each, and packs what they said into
@@ -97,6 +99,7 @@ torch() {
     step 560 python3 -u tests/python/test_torch_gpu.py
     step 560 python3 -u tests/python/test_torch_stream_gpu.py
     step 300 python3 -u tests/python/test_torch_memory_gpu.py
+    step 300 python3 -u tests/python/test_comfy_gpu.py
     step 200 python3 -u benches/torch_replay.py --tight benches/torch_traces/traces/*.gz
 }
 
@@ -110,6 +113,14 @@ examples() {
 # NCCL between two processes and within one, a model on two GPUs.
 distributed() {
     step 560 python3 -u tests/python/test_torch_distributed_gpu.py
+}
+
+# ComfyUI on vbar beside the original allocator and none: COMFY has more options of benches/comfy.py.
+comfy() {
+    : "${COMFY_TREE:?says where a ComfyUI 0.33 is}"
+    # shellcheck disable=SC2086
+    step 590 python3 -u benches/comfy.py "$COMFY_TREE" \
+        ${COMFY_ORIGINAL:+--original "$COMFY_ORIGINAL"} ${COMFY:-}
 }
 
 bench() {
@@ -258,11 +269,11 @@ parts=("$@")
 [ "${#parts[@]}" -gt 0 ] || parts=(suite programs python torch examples bench stream model)
 for part in "${parts[@]}"; do
     case $part in
-    suite | programs | python | torch | examples | distributed | bench | stream | model) ;;
+    suite | programs | python | torch | examples | distributed | comfy | bench | stream | model) ;;
     due | soak | soak-poll) ;;
     *)
         echo "== there is no part $part: suite, programs, python, torch, examples, distributed," \
-            "bench, stream, model, due, soak, soak-poll" >&2
+            "comfy, bench, stream, model, due, soak, soak-poll" >&2
         exit 2
         ;;
     esac

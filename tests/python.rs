@@ -57,6 +57,9 @@ files! {
     test_errors
     test_faults
     test_ahead
+    test_comfy
+    test_comfy_start
+    test_comfy_traces
     test_garbage
     test_header
     test_interrupt

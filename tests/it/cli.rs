@@ -169,6 +169,11 @@ fn what_stands_in_the_way_is_told() {
         let warning = told["warning"].as_str().unwrap();
         assert!(warning.starts_with("nothing fitted: ") && warning.contains(why), "{warning}");
     }
+    // No budget would help.
+    let small = ["run", text(&path), "--passes", "1", "--json", "--device", "sim:capacity=4M"];
+    let told = json(1, &small);
+    let warning = told["warning"].as_str().unwrap();
+    assert!(warning.contains("the device has 4.0 MiB in all") && warning.contains("--page-size"));
 }
 
 #[test]

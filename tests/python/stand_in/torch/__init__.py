@@ -17,10 +17,12 @@ from . import _dense
 from ._dense import (  # noqa: F401
     DTYPES,
     arange,
+    as_tensor,
     device,
     dtype,
     empty_like,
     equal,
+    frombuffer,
     full,
     inference_mode,
     is_grad_enabled,

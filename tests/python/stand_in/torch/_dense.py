@@ -73,6 +73,19 @@ class HostStorage:
         self.buffer[at : at + len(data)] = data
 
 
+class BufferStorage:
+    """Memory of somebody else's on the host."""
+
+    def __init__(self, memory):
+        self.memory, self.address = memory, ctypes.addressof(memory)
+
+    def read(self, at, nbytes):
+        return ctypes.string_at(self.address + at, nbytes)
+
+    def write(self, at, data):
+        ctypes.memmove(self.address + at, data, len(data))
+
+
 class MetaStorage:
     address = 0
 
@@ -122,6 +135,21 @@ def tensor(values, dtype=None, device=None):
 def empty_like(own):
     _, _, shape, kind, where = own._told
     return empty(shape, kind, where)
+
+
+def frombuffer(memory, dtype):
+    nbytes = ctypes.sizeof(memory)
+    assert nbytes, "both buffer length and count must not be 0"
+    return make(BufferStorage(memory), 0, (nbytes // dtype.itemsize,), dtype, device("cpu"))
+
+
+def as_tensor(data, device=None):
+    """Of what has ``__cuda_array_interface__``, which is kept and not copied."""
+    told = data.__cuda_array_interface__
+    (address, read_only), kind = told["data"], told["typestr"]
+    assert kind == "|u1" and not read_only and told["strides"] is None and told["version"] >= 2
+    where = globals()["device"](device)
+    return make(DeviceStorage(address, data), 0, told["shape"], DTYPES["uint8"], where)
 
 
 def arange(count, dtype=None):
@@ -274,6 +302,10 @@ class Dense:
         return math.prod(self._told[2])
 
     @op
+    def element_size(self):
+        return self._told[3].itemsize
+
+    @op
     def detach(self):
         return _alias(self)
 
@@ -290,6 +322,11 @@ class Dense:
     def __getitem__(self, index):
         _, offset, shape, kind, _ = self._told
         row = math.prod(shape[1:])
+        if isinstance(index, slice):
+            start, stop, step = index.indices(shape[0])
+            assert step == 1
+            moved = offset + start * row * kind.itemsize
+            return _alias(self, offset=moved, shape=(max(stop - start, 0), *shape[1:]))
         return _alias(self, offset=offset + index * row * kind.itemsize, shape=shape[1:])
 
     @op
