@@ -191,6 +191,7 @@ due() {
     due_part suite 200
     due_tests torch-requests 120 test_torch_gpu.py Requests Statistics Pools Memory Speed
     due_tests torch-books 60 test_torch_memory_gpu.py Books
+    due_tests comfy 120 test_comfy_gpu.py
     due_step torch-stream-bench 120 python3 -u benches/torch_stream.py --quick
     due_step replay 120 python3 -u benches/torch_replay.py benches/torch_traces/traces/*.gz
     due_step stream-bench 120 \
