@@ -23,7 +23,7 @@ use std::sync::OnceLock;
 
 use crate::error::{Error, ErrorCode, Result};
 use crate::sync::ticket::Ticket;
-use crate::sync::{AcqRel, Acquire, AtomicBool, AtomicU32, AtomicU64, Relaxed, Release};
+use crate::sync::{AcqRel, Acquire, AtomicBool, AtomicU32, AtomicU64, Relaxed, Release, fixed};
 use crate::units::{Generation, PageIndex};
 
 /// State of a page.
@@ -123,7 +123,7 @@ impl Word {
 ///
 /// 44 bits last for over a hundred years of 16 MiB pages at link speed.
 pub fn next_generation() -> Generation {
-    static NEXT: AtomicU64 = AtomicU64::new(1);
+    static NEXT: fixed::AtomicU64 = fixed::AtomicU64::new(1);
     Generation(NEXT.fetch_add(1, Relaxed) & ((1 << 44) - 1))
 }
 
@@ -420,7 +420,7 @@ impl Page {
     }
 }
 
-const CHUNK: usize = 256;
+const CHUNK: usize = if cfg!(vbar_loom) { 2 } else { 256 };
 
 /// The pages of one VBAR. Chunks are made when first touched, so that a VBAR far larger than the
 /// device costs nothing.
@@ -502,6 +502,9 @@ pub fn draw(word: Word) -> char {
         PageState::Quarantined => 'X',
     }
 }
+
+#[cfg(all(test, vbar_loom))]
+mod every_order;
 
 #[cfg(test)]
 mod tests {
