@@ -201,14 +201,32 @@ impl Fences {
         Ticket::new(UNRECORDED, self.slots[UNRECORDED as usize].next.load(Acquire))
     }
 
-    /// Whether the slot is still the stream's: asked after a stamp was published. Where it is not,
-    /// the stamp is to be made again with the slot that this returns.
+    /// Whether a stamp stands: asked after it was published. Where it does not, it is to be made
+    /// again with the slot that this returns.
     #[inline(always)]
-    pub fn confirm(&self, slot: StreamSlot) -> Result<Option<StreamSlot>> {
-        if self.is_still(slot) {
-            return Ok(None);
+    pub fn confirm(&self, slot: StreamSlot, stamped: Ticket) -> Result<Option<StreamSlot>> {
+        match self.stands(slot, stamped) {
+            true => Ok(None),
+            false => self.find_or_insert(slot.id).map(Some),
         }
-        self.find_or_insert(slot.id).map(Some)
+    }
+
+    /// The stream's slot when that is another one by now.
+    ///
+    /// # Errors
+    /// As [`Fences::slot_of`].
+    pub fn moved(&self, slot: StreamSlot) -> Result<Option<StreamSlot>> {
+        match self.is_still(slot) {
+            true => Ok(None),
+            false => self.find_or_insert(slot.id).map(Some),
+        }
+    }
+
+    /// Whether the slot is the stream's and the stamp is of what its next record covers. A record
+    /// since then may be that of a stream which had the slot in between.
+    #[inline(always)]
+    fn stands(&self, slot: StreamSlot, stamped: Ticket) -> bool {
+        self.is_still(slot) && self.entry(slot).next.load(Acquire) == stamped.sequence()
     }
 
     /// Whether the ticket is known to have passed, without asking the driver.
@@ -358,8 +376,15 @@ impl Fences {
     #[inline(always)]
     #[must_use]
     pub fn stamp_if_still(&self, slot: StreamSlot) -> Option<Ticket> {
-        let ticket = self.stamp(slot);
-        self.is_still(slot).then_some(ticket)
+        loop {
+            let ticket = self.stamp(slot);
+            if self.stands(slot, ticket) {
+                return Some(ticket);
+            }
+            if !self.is_still(slot) {
+                return None;
+            }
+        }
     }
 
     /// Whether it is time for a record on the stream: at once while VBARs exceed the budget, else

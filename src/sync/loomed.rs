@@ -92,5 +92,11 @@ impl Condvar {
 pub(crate) fn model(interruptions: Option<usize>, run: impl Fn() + Send + Sync + 'static) {
     let mut builder = loom::model::Builder::new();
     builder.preemption_bound = interruptions;
-    builder.check(run);
+    let orders = std::sync::Arc::new(std::sync::atomic::AtomicU64::new(0));
+    let counted = std::sync::Arc::clone(&orders);
+    builder.check(move || {
+        counted.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+        run();
+    });
+    println!("{} orders", orders.load(std::sync::atomic::Ordering::Relaxed));
 }

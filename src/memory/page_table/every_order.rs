@@ -69,7 +69,7 @@ fn never(_: Ticket) -> bool {
 /// before the exchange only; `pin_if` that adds to the word without comparing.
 #[test]
 fn a_pin_or_an_eviction_and_the_stamp_is_there() {
-    model(Some(3), || {
+    model(Some(2), || {
         let page = Watched::in_state(PageState::Resident);
         let use_it = |slot: u16| {
             move |page: &Watched| {
@@ -81,16 +81,18 @@ fn a_pin_or_an_eviction_and_the_stamp_is_there() {
             }
         };
         let users = [spawn(&page, use_it(1)), spawn(&page, use_it(2))];
-        let evicted = page.page.start_evicting().is_ok();
-        let found = page.page.users();
-        if evicted {
+        let evictor = spawn(&page, |page| {
+            page.page.start_evicting().ok()?;
+            let found = page.page.users();
             page.write(1);
             page.page.settle(PageState::Absent);
-        }
+            Some(found)
+        });
+        let found = evictor.join().unwrap();
         for (slot, user) in (1..).zip(users) {
             let used = user.join().unwrap();
-            let stamped = found.contains(&Ticket::new(slot, 1));
-            assert!(!evicted || used == stamped, "stream {slot}: {used}, {stamped}");
+            let stamped = found.as_ref().map(|found| found.contains(&Ticket::new(slot, 1)));
+            assert!(stamped.is_none_or(|stamped| used == stamped), "stream {slot}: {used}");
         }
     });
 }
@@ -111,7 +113,7 @@ fn what_is_published_is_seen_by_who_pins_it() {
             page.page.set_frame(FRAME);
             page.page.publish(PageState::Issued, 0, Ticket::new(1, READY))
         });
-        let seen = match page.page.pin() {
+        let reader = spawn(&page, |page| match page.page.pin() {
             Pin::Pinned(word) => {
                 assert_eq!((page.read(), page.page.frame()), (1, FRAME));
                 assert_eq!(page.page.ready(), Ticket::new(1, READY));
@@ -120,8 +122,8 @@ fn what_is_published_is_seen_by_who_pins_it() {
             }
             Pin::Absent(_) => None,
             Pin::Full => panic!("nobody else pins"),
-        };
-        let generation = publisher.join().unwrap();
+        });
+        let (generation, seen) = (publisher.join().unwrap(), reader.join().unwrap());
         assert!(seen.is_none_or(|seen| seen == generation));
     });
 }
@@ -152,31 +154,37 @@ fn one_of_many_claims_a_page() {
 
 /// A pin that is taken back by force is told so, and a graph's is not taken.
 ///
-/// Caught: `force_unpin` that asks for graphs once and not for each attempt; `unpin` that does not
-/// compare generations.
+/// Caught: a graph that only counts itself (as the code once did: a pin and somebody's unpin left
+/// the word as it was, and the exchange took the graph's pin); `force_unpin` that does not ask for
+/// graphs at each attempt, or leaves an old mark; `unpin` that does not compare generations.
 #[test]
 fn a_forced_release_takes_the_pins_of_guards_and_none_of_a_graph() {
-    model(None, || {
+    model(Some(2), || {
         let page = Watched::in_state(PageState::Resident);
         let Pin::Pinned(guard) = page.page.pin() else { panic!("it is resident") };
         let graph = spawn(&page, |page| {
             page.page.enter_graph();
             let Pin::Pinned(word) = page.page.pin() else { panic!("it is resident") };
-            page.page.word().generation == word.generation
+            word.generation
         });
-        let forced = page.page.force_unpin();
-        let released = page.page.unpin(guard.generation);
-        assert!(graph.join().unwrap(), "the graph's pin was taken");
-        assert!((1..=2).contains(&forced));
-        assert_eq!(page.page.word().pins, 1, "{released:?}");
+        let unpinning = spawn(&page, move |page| page.page.unpin(guard.generation));
+        let forcing = spawn(&page, |page| page.page.force_unpin());
+        let (graph, forced) = (graph.join().unwrap(), forcing.join().unwrap());
+        let released = unpinning.join().unwrap();
+        let word = page.page.word();
+        assert_eq!((word.pins, word.generation), (1, graph), "{forced} pins, {released:?}");
+        page.page.unpin(graph).unwrap();
+        page.page.leave_graph();
+        // A mark that it has left does not keep later pins.
+        assert!(matches!(page.page.pin(), Pin::Pinned(_)));
+        assert_eq!((page.page.force_unpin(), page.page.word().pins), (1, 0));
     });
 }
 
 /// A stamp is never lost: not when two streams take places at once, nor when one stream's earlier
-/// stamp comes late, nor when stamps are joined.
+/// stamp comes late.
 ///
-/// Caught: `stamp` that stores what it would exchange, that does not look at the sequence, or that
-/// goes on to the next place after a failed exchange without looking at this one again.
+/// Caught: `stamp` that stores what it would exchange, or does not look at the sequence.
 #[test]
 fn stamps_of_several_streams_are_all_kept() {
     model(Some(2), || {
@@ -185,16 +193,28 @@ fn stamps_of_several_streams_are_all_kept() {
             move |page: &Watched| assert!(page.page.stamp(Ticket::new(slot, sequence), never))
         };
         let others = [spawn(&page, stamp(1, 1)), spawn(&page, stamp(2, 1))];
-        stamp(1, 2)(&page);
+        spawn(&page, stamp(1, 2)).join().unwrap();
         others.into_iter().for_each(|other| other.join().unwrap());
         let users = page.page.users();
         let of_first: Vec<_> = users.iter().filter(|ticket| ticket.slot() == 1).collect();
         assert!(users.contains(&Ticket::new(2, 1)), "{users:?}");
         assert!(of_first.contains(&&Ticket::new(1, 2)), "{users:?}");
+    });
+}
+
+/// A stamp that comes while its stream's older one is joined to another stream's is not lost, nor
+/// is the joined one.
+///
+/// Caught: `replace_stamp` that stores.
+#[test]
+fn a_stamp_that_is_joined_and_a_newer_one_are_both_kept() {
+    model(None, || {
+        let page = Watched::in_state(PageState::Resident);
+        page.page.stamp(Ticket::new(2, 1), never);
         let joined =
             spawn(&page, |page| page.page.replace_stamp(Ticket::new(2, 1), Ticket::new(3, 1)));
-        let kept = page.page.stamp(Ticket::new(2, 2), never);
-        let replaced = joined.join().unwrap();
+        let newer = spawn(&page, |page| page.page.stamp(Ticket::new(2, 2), never));
+        let (replaced, kept) = (joined.join().unwrap(), newer.join().unwrap());
         let users = page.page.users();
         assert!(kept && users.contains(&Ticket::new(2, 2)), "{users:?}");
         assert_eq!(replaced, users.contains(&Ticket::new(3, 1)), "{users:?}");
@@ -206,7 +226,7 @@ fn stamps_of_several_streams_are_all_kept() {
 /// Caught: `note_ready` that does not look at the state again after a failed exchange, or stores.
 #[test]
 fn noting_that_a_page_is_ready_does_not_bring_it_back() {
-    model(Some(3), || {
+    model(Some(2), || {
         let page = Watched::in_state(PageState::Issued);
         let noted = spawn(&page, |page| page.page.note_ready());
         let evicted = spawn(&page, |page| {
@@ -216,15 +236,16 @@ fn noting_that_a_page_is_ready_does_not_bring_it_back() {
             }
             evicted
         });
-        let pinned = match page.page.pin() {
+        let pinned = spawn(&page, |page| match page.page.pin() {
             Pin::Pinned(word) => {
                 assert!(page.page.word().state.is_mapped(), "it went under a pin");
                 page.page.unpin(word.generation).unwrap();
                 true
             }
             _ => false,
-        };
+        });
         noted.join().unwrap();
+        let pinned = pinned.join().unwrap();
         let evicted = evicted.join().unwrap();
         assert!(pinned || evicted);
         let expected = if evicted { PageState::Absent } else { PageState::Resident };
