@@ -14,7 +14,7 @@
 use std::sync::Once;
 use std::sync::atomic::{AtomicBool, Ordering, compiler_fence};
 
-use crate::sync::fence;
+use crate::sync::memory_fence;
 
 /// Whether the frequent side leaves the barrier to the rare one.
 static SPARED: AtomicBool = AtomicBool::new(false);
@@ -49,7 +49,7 @@ pub(super) fn light() {
     if SPARED.load(Ordering::Relaxed) {
         compiler_fence(Ordering::SeqCst);
     } else {
-        fence(Ordering::SeqCst);
+        memory_fence(Ordering::SeqCst);
     }
 }
 
@@ -58,7 +58,7 @@ pub(super) fn light() {
 #[cold]
 #[must_use]
 pub(super) fn heavy(paid: Paid) -> bool {
-    fence(Ordering::SeqCst);
+    memory_fence(Ordering::SeqCst);
     if paid == Paid::Always {
         return true;
     }

@@ -27,14 +27,14 @@ pub(crate) use parking_lot::Once;
 pub(crate) use {
     cell::UnsafeCell,
     fixed::{AtomicBool, AtomicU32, AtomicU64, Condvar, Mutex, MutexGuard},
-    std::{sync::atomic::fence, thread::yield_now},
+    std::{sync::atomic::fence as memory_fence, thread::yield_now},
 };
 
 #[cfg(vbar_loom)]
 pub(crate) use {
     loom::{
         cell::UnsafeCell,
-        sync::atomic::{AtomicBool, AtomicU32, AtomicU64, fence},
+        sync::atomic::{AtomicBool, AtomicU32, AtomicU64, fence as memory_fence},
         thread::yield_now,
     },
     loomed::{Condvar, Mutex},

@@ -2,6 +2,8 @@
 //! says so. A wait has no time-out here: a wake-up that is lost is a deadlock, which fails the
 //! test. Each test says what it holds, and which changes of the code it has caught.
 
+#![expect(unsafe_code, reason = "loom's cell, which tells who reaches it, gives pointers")]
+
 use loom::cell::UnsafeCell;
 use loom::thread;
 
