@@ -3,6 +3,9 @@
 //! A thread takes a slot, fills it, enqueues its copy, records a fence and gives the slot back with
 //! the fence's ticket; the next taker waits for that ticket. No lock is held while it waits.
 
+#[cfg(all(test, vbar_loom))]
+mod every_order;
+
 use std::sync::Arc;
 
 use crate::copy::ring::Ring;
