@@ -243,12 +243,17 @@ impl Filler {
         drop(stopped);
     }
 
+    /// The threads that read, where there are some.
+    pub(super) fn readers(&self) -> Option<Arc<Readers>> {
+        self.readers.lock().clone()
+    }
+
     /// Begins the jobs: where threads read, they do so from now on. What comes of it is for
     /// [`Pipeline::run`]; dropped before that, nothing does.
     #[must_use = "nothing is copied before it is run"]
     pub fn begin(&self, jobs: Vec<FillJob>) -> Pipeline<'_> {
         *self.busy_at.lock() = Instant::now();
-        let readers = self.readers.lock().clone();
+        let readers = self.readers();
         if readers.is_none() && self.staging.slot_count() > 0 && self.room.excess_bytes() > 0 {
             // Nobody else looks after it. Where it cannot be, the slots stay until the next time.
             let _ = self.housekeep();

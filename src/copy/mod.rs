@@ -14,5 +14,6 @@ pub mod ring;
 mod scrub;
 mod span;
 pub mod staging;
+pub mod transfer;
 mod trial;
 mod warmth;

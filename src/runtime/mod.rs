@@ -11,6 +11,7 @@ mod model;
 mod pressure;
 mod statistics;
 mod tracing;
+mod transfer;
 
 use std::borrow::Borrow;
 use std::ops::Range;

@@ -444,6 +444,16 @@ fn stress_that_cannot_check_is_not_good() {
 }
 
 #[test]
+fn scenario_13_stress_ends_after_so_many_operations() {
+    let arguments = ["stress", "--threads", "8", "--device", "sim", "--json", "--seed", "1"];
+    let report = json(0, &[&arguments[..], &["--operations", "5000"]].concat());
+    assert_eq!((number(&report, "violations"), &report["ok"]), (0, &Value::Bool(true)));
+    assert!(number(&report, "operations") >= 5000, "{report}");
+    let both = [&arguments[..], &["--operations", "5", "--seconds", "1"]].concat();
+    assert_eq!(output(&both).status.code(), Some(2));
+}
+
+#[test]
 fn stress_finds_nothing() {
     for (seed, fail) in [("1", "0"), ("3", "0"), ("5", "0.02")] {
         let arguments = ["stress", "--seconds", "2", "--threads", "3", "--device", "sim", "--json"];

@@ -65,6 +65,7 @@ mod torch_storm;
 mod torch_streams;
 mod torch_traces;
 mod traces;
+mod transfer;
 mod transient;
 mod waits;
 mod world;
