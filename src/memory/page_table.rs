@@ -1,7 +1,8 @@
 //! The record of a VBAR's pages: one atomic word a page, so that a hit takes no lock.
 //!
 //! A word holds the state (3 bits), a mark of graphs, the pins (16 bits) and the generation (44
-//! bits). It is the truth about a page; the side fields next to it are written before the state that publishes them.
+//! bits). It is the truth about a page; the side fields next to it are written before the state
+//! that publishes them.
 //! This module moves words and tickets; it calls no driver, takes no lock and decides nothing.
 //!
 //! | from        | to                                | by                                       |

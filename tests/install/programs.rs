@@ -72,8 +72,8 @@ pub(crate) const EXAMPLES: &[Program] = &[
     example("engine_cpp", &["examples/engine.cpp"], Kind::Engine),
 ];
 
-/// What is run under memcheck: every program in C, and the examples in C++. (`tests/abi_cpp.rs` does
-/// so with the suite in C++, `tests/abi/torch.rs` with what stands in for PyTorch.)
+/// What is run under memcheck: every program in C, and the examples in C++. (`tests/abi_cpp.rs`
+/// does so with the suite in C++, `tests/abi/torch.rs` with what stands in for PyTorch.)
 pub(crate) const CHECKED: &[Program] = &[
     example("smallest_c", &["examples/smallest.c"], Kind::Smallest),
     example("smallest_cpp", &["examples/smallest.cpp"], Kind::Smallest),
