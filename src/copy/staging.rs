@@ -188,6 +188,11 @@ impl StagingSlot {
         self.slot.as_mut().expect("the slot goes back when this is dropped")
     }
 
+    /// Whoever takes the slot after this one waits for `ticket`, however it comes back.
+    pub fn set_busy_until(&mut self, ticket: Ticket) {
+        self.ticket = ticket;
+    }
+
     /// Gives the slot back; the next taker waits for `ticket`.
     pub fn give_back(mut self, ticket: Ticket) {
         self.ticket = ticket;

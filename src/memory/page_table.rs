@@ -27,6 +27,9 @@ use crate::sync::ticket::Ticket;
 use crate::sync::{AcqRel, Acquire, AtomicBool, AtomicU32, AtomicU64, Relaxed, Release, fixed};
 use crate::units::{Generation, PageIndex};
 
+/// Of pins that a forced end of run took back.
+const FORCED: &str = "the pins were released by force, by an end of run; fault again";
+
 /// State of a page.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[repr(u8)]
@@ -217,7 +220,7 @@ impl Page {
         loop {
             let word = Word::unpack(bits);
             if word.generation != generation || word.pins == 0 {
-                return Err(Error::new(ErrorCode::StaleToken, "the pins were released by force"));
+                return Err(Error::new(ErrorCode::StaleToken, FORCED));
             }
             match self.word.compare_exchange_weak(bits, bits - PIN_ONE, AcqRel, Acquire) {
                 Ok(_) => return Ok(()),

@@ -347,7 +347,7 @@ impl Fences {
         let entry = self.entry(slot);
         let event = match ring.free.pop() {
             Some(event) => event,
-            None => self.driver.event_create()?,
+            None => self.another_event()?,
         };
         // Raised before the driver is called: who still reads the old number enqueued before us.
         let sequence = entry.next.fetch_add(1, AcqRel);
@@ -360,6 +360,24 @@ impl Fences {
         entry.recorded_at.store(self.ticks.now(), Relaxed);
         self.ticks.learn();
         Ok(Ticket::new(slot.index, sequence))
+    }
+
+    /// An event that nobody waits for: one that a retired stream has left, else a new one.
+    /// Otherwise a program whose streams come and go would have events in every slot.
+    #[cold]
+    fn another_event(&self) -> Result<Event> {
+        for slot in self.slots.iter().filter(|slot| slot.id.load(Acquire) == RETIRED) {
+            // The caller has a ring locked: it waits for no second one.
+            let Some(mut ring) = slot.ring.try_lock() else { continue };
+            if slot.id.load(Acquire) != RETIRED {
+                continue;
+            }
+            self.drain(slot, &mut ring)?;
+            if let Some(event) = ring.free.pop() {
+                return Ok(event);
+            }
+        }
+        Ok(self.driver.event_create()?)
     }
 
     /// Whether uses of the stream are without a record, and the interval since the last is over,

@@ -190,7 +190,12 @@ impl<'a> Wait<'a> {
         }
         let waited = self.started.elapsed();
         if waited >= self.timeout {
-            let text = format!("waited {} ms for {}", waited.as_millis(), self.kind);
+            let text = format!(
+                "waited {} ms for {}, which is the longest that is allowed; where work on the \
+                 device takes so long, set a longer wait time-out",
+                waited.as_millis(),
+                self.kind
+            );
             return Err(Error::new(ErrorCode::TimedOut, text));
         }
         Ok((self.timeout - waited).min(CHECK_INTERVAL))
