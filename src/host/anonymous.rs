@@ -95,7 +95,8 @@ impl Drop for AnonymousMemory {
     }
 }
 
-#[cfg(all(test, not(vbar_loom)))]
+#[cfg(test)]
+#[cfg(not(vbar_loom))]
 mod tests {
     use super::*;
 

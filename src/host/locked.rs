@@ -298,7 +298,8 @@ impl Drop for LentPart {
     }
 }
 
-#[cfg(all(test, not(vbar_loom)))]
+#[cfg(test)]
+#[cfg(not(vbar_loom))]
 mod tests {
     use super::*;
     use crate::driver::sim::{Sim, SimOptions};

@@ -296,7 +296,8 @@ impl<T> Drop for Ref<T> {
     }
 }
 
-#[cfg(all(test, not(vbar_loom)))]
+#[cfg(test)]
+#[cfg(not(vbar_loom))]
 mod tests {
     use super::*;
     use std::sync::atomic::{AtomicUsize, Ordering};

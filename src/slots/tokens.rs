@@ -266,7 +266,8 @@ impl<T> Drop for Unclaim<'_, T> {
     }
 }
 
-#[cfg(all(test, not(vbar_loom)))]
+#[cfg(test)]
+#[cfg(not(vbar_loom))]
 mod tests {
     use super::*;
     use std::panic::{AssertUnwindSafe, catch_unwind};

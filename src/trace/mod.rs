@@ -250,5 +250,6 @@ impl Drop for Guard {
     }
 }
 
-#[cfg(all(test, not(vbar_loom)))]
+#[cfg(test)]
+#[cfg(not(vbar_loom))]
 mod tests;
