@@ -20,14 +20,16 @@ STAGED  := $(BUILT)/staged
 VERSION := $(shell sed -n 's/^version = "\(.*\)"/\1/p' Cargo.toml | head -n 1)
 ABI     := $(shell sed -n 's/^\#define VBAR_ABI_VERSION //p' include/vbar.h)
 
-# How long `make soak` lets real threads work, twice.
+# How long `make soak` lets real threads work with a driver that fails, and for how many operations
+# with one that does not.
 STRESS_SECONDS ?= 20
+STRESS_OPERATIONS ?= 1000000
 
 # What `make fuzz` looks at, and how long at each.
 FUZZ_TARGETS := header index options system calls
 
-.PHONY: help demo test soak fuzz test-install test-install-release fmt clippy doc bench header wheel device device-bundle \
-        device-sanitizer tools \
+.PHONY: help demo test soak loom sanitize memcheck fuzz test-install test-install-release fmt clippy doc \
+        bench header wheel device device-bundle device-sanitizer tools \
         build install install-strip uninstall clean-demo
 
 help:
@@ -36,6 +38,9 @@ help:
 	@echo "make soak SECONDS=600  the simulation with fresh seeds for so long, then real threads"
 	@echo "make fuzz SECONDS=600 TARGET=calls  libFuzzer looks for hostile input; all targets without one;"
 	@echo "             needs a nightly toolchain and cargo-fuzz"
+	@echo "make loom    lock-free and hand-over code in every order that its threads can take"
+	@echo "make sanitize  ThreadSanitizer and AddressSanitizer; needs a nightly Rust with rust-src"
+	@echo "make memcheck  valgrind on every program in C and C++; needs c++ and valgrind"
 	@echo "make test-install  the test of make install; needs c++, pkg-config, cmake and valgrind too"
 	@echo "make fmt     format the source"
 	@echo "make clippy  lints, warnings denied"
@@ -76,7 +81,7 @@ test: tools
 soak: tools
 	VBAR_SIM_SECONDS=$(or $(SECONDS),600) cargo test --test sim every_sequence -- --nocapture
 	cargo build --release --bin vbar
-	$(VBAR) stress --device sim --seconds $(STRESS_SECONDS)
+	$(VBAR) stress --device sim --threads 8 --operations $(STRESS_OPERATIONS)
 	$(VBAR) stress --device sim --seconds $(STRESS_SECONDS) --fail 0.02
 
 # What takes a new way stays in fuzz/found; what fails, in fuzz/artifacts: put it into
@@ -93,6 +98,26 @@ fuzz: tools
 	    tests/fuzz/corpus/$$target -- -max_total_time=$(or $(SECONDS),600) -max_len=4096 \
 	    -rss_limit_mb=4096 -timeout=60 -verbosity=0 -print_final_stats=1 || exit; \
 	done
+
+# The files of src/ with loom's atomics and locks in place of the standard library's: a package of
+# its own, built in seconds (src/every_order.rs, tests/loom).
+loom: tools
+	cargo test --manifest-path tests/loom/Cargo.toml --target-dir $(FOLDER)/loom every_order
+
+# Says what it needs when it is not there.
+sanitize: tools
+	scripts/sanitize.sh $(SANITIZERS)
+
+# Invalid accesses, values that nobody wrote, and leaks fail it; what is suppressed, and why, is in
+# tests/abi/valgrind.supp.
+memcheck: tools
+	@command -v valgrind >/dev/null || { \
+	  echo "missing: valgrind. Debian, Ubuntu: apt-get install valgrind" >&2; exit 1; }
+	@command -v c++ >/dev/null || { \
+	  echo "missing: c++. Debian, Ubuntu: apt-get install g++" >&2; exit 1; }
+	cargo test --test install -- --ignored checked memcheck
+	cargo test --test abi_cpp -- valgrind engine
+	cargo test --test abi torch::
 
 # Builds into a folder of its own and installs into another; nothing outside the target folder.
 test-install: tools

@@ -11,7 +11,8 @@
 
 use std::time::{Duration, Instant};
 
-use crate::sync::{AtomicU64, Relaxed};
+use crate::sync::Relaxed;
+use crate::sync::fixed::AtomicU64;
 
 /// Tells roughly whether an interval is over.
 pub struct Ticks {

@@ -19,7 +19,7 @@ use parking_lot::Mutex;
 use crate::driver::sys::{self, *};
 use crate::driver::{
     CaptureMode, CaptureState, Context, DeviceAttribute, DeviceMemory, Driver, DriverCode,
-    DriverError, DriverResult, Event, FrameHandle, GraphRelease, HostNode, KernelCall,
+    DriverError, DriverResult, Event, FrameHandle, GraphRelease, HostNode, KernelCall, select,
 };
 use crate::error::Result;
 use crate::units::{DeviceAddress, DeviceOrdinal, Stream};
@@ -79,7 +79,9 @@ impl Cuda {
     pub fn open_library(path: &OsStr) -> Result<Arc<Self>> {
         let api = Api::open(path)?;
         let opened = Self::initialise(api);
-        opened.map(Arc::new).map_err(|error| crate::Error::from(error).context(path.display()))
+        let told =
+            |error| crate::Error::from(error).context(path.display()).appended(select::DOCTOR);
+        opened.map(Arc::new).map_err(told)
     }
 
     fn initialise(api: Api) -> DriverResult<Self> {

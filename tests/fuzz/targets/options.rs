@@ -125,6 +125,7 @@ fn check_arguments(text: &str) {
         arguments::threads(text).err(),
         arguments::on_off(text).err(),
         arguments::prefer(text).err(),
+        arguments::scrub(text).err(),
         text.parse::<Verb>().err(),
     ];
     refused.into_iter().flatten().for_each(|error| check_words(&error));

@@ -24,6 +24,35 @@ use vbar::ffi::wait::VbarWaitCheck;
 // SAFETY: the signatures are the headers'. That a call does no harm, whatever its arguments, is
 // what this target is about; pointers that it gives are NULL, not aligned, or lead to enough bytes.
 unsafe extern "C" {
+    pub(super) safe fn vbar_device_read_file(
+        device: VbarDevice,
+        descriptor: i32,
+        file_offset: u64,
+        bytes: u64,
+        target: u64,
+        stream: usize,
+    ) -> i32;
+    pub(super) safe fn vbar_device_write_file(
+        device: VbarDevice,
+        descriptor: i32,
+        file_offset: u64,
+        bytes: u64,
+        source: u64,
+        stream: usize,
+    ) -> i32;
+    pub(super) safe fn vbar_device_copy_from_host(
+        device: VbarDevice,
+        memory: *const c_void,
+        bytes: u64,
+        target: u64,
+        stream: usize,
+    ) -> i32;
+    pub(super) safe fn vbar_device_lock_host(
+        device: VbarDevice,
+        memory: *mut c_void,
+        bytes: u64,
+    ) -> i32;
+    pub(super) safe fn vbar_device_unlock_host(device: VbarDevice, memory: *mut c_void) -> i32;
     pub(super) safe fn vbar_abi_version() -> u32;
     pub(super) safe fn vbar_version() -> *const c_char;
     pub(super) safe fn vbar_status_text(status: i32) -> *const c_char;

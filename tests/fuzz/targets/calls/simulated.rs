@@ -1,6 +1,7 @@
 //! The simulated device: streams, kernels, captures, and the troubles that a test asks for.
 
 use std::ffi::{CStr, c_void};
+use std::os::fd::AsRawFd;
 use std::sync::{Mutex, OnceLock};
 
 use vbar::ffi::device::VbarDevice;
@@ -8,7 +9,7 @@ use vbar::ffi::sim::VbarSim;
 use vbar::ffi::sim_graph::VbarSimGraph;
 
 use super::abi::*;
-use super::world::{Kind, Live, PAGE_BYTES, STREAM_NONE, World, check_violations};
+use super::world::{Kind, Live, PAGE_BYTES, STREAM_NONE, World, check_violations, files};
 use super::{Bytes, Came, Op};
 
 pub(super) const OPS: &[Op] = &[
@@ -72,6 +73,15 @@ pub(super) const OPS: &[Op] = &[
     ("vbar_sim_copy_to_device", |w, b| copy_to_device(w, b)),
     ("vbar_sim_copy_to_host", |w, b| copy_to_host(w, b)),
     ("vbar_sim_copy_to_host", |w, b| copy_to_host(w, b)),
+    ("vbar_device_read_file", |w, b| read_file(w, b)),
+    ("vbar_device_write_file", |w, b| write_file(w, b)),
+    ("vbar_device_copy_from_host", |w, b| copy_from_host(w, b)),
+    ("vbar_device_lock_host", |w, b| lock(w, b)),
+    ("vbar_device_unlock_host", |w, b| {
+        // Nothing is locked there by now.
+        let memory = b.one_of(&[std::ptr::null_mut(), target(), target().wrapping_byte_add(1)]);
+        Some(vbar_device_unlock_host(w.device(b), memory))
+    }),
     ("vbar_sim_peek", |w, b| {
         let sim = sim(w, b);
         if b.byte() > 200 {
@@ -342,6 +352,63 @@ fn copy_to_device(world: &mut World, bytes: &mut Bytes<'_>) -> Came {
     note_use(world, &live);
     let device = VbarDevice { id: live.device };
     Some(vbar_sim_copy_to_device(device, live.address, source, length, live.stream))
+}
+
+/// Reads of a file to what is to be written, or of nothing that can be read.
+fn read_file(world: &mut World, bytes: &mut Bytes<'_>) -> Came {
+    if bytes.byte() > 200 {
+        let (offset, length) = bytes.one_of(&[(0, u64::MAX), (u64::MAX, 8), (u64::MAX, 0)]);
+        let descriptor = bytes.one_of(&[-1, i32::MIN]);
+        let device = world.device(bytes);
+        return Some(vbar_device_read_file(device, descriptor, offset, length, 8, STREAM_NONE));
+    }
+    let live = live(world, bytes)?;
+    if !live.to_write || !usable(world, &live) {
+        return None;
+    }
+    note_use(world, &live);
+    let device = VbarDevice { id: live.device };
+    let length = live.bytes.min(4 * PAGE_BYTES);
+    let file = files().raw.file.as_raw_fd();
+    let offset = bytes.one_of(&[0, 0, 1, 4 * PAGE_BYTES]);
+    Some(vbar_device_read_file(device, file, offset, length, live.address, live.stream))
+}
+
+fn write_file(world: &mut World, bytes: &mut Bytes<'_>) -> Came {
+    let live = live(world, bytes)?;
+    if !live.to_read || !usable(world, &live) {
+        return None;
+    }
+    note_use(world, &live);
+    let device = VbarDevice { id: live.device };
+    let file = bytes.one_of(&[files().written.file.as_raw_fd(), -1]);
+    Some(vbar_device_write_file(device, file, 0, live.bytes, live.address, live.stream))
+}
+
+fn copy_from_host(world: &mut World, bytes: &mut Bytes<'_>) -> Came {
+    static SOURCE: [u8; 4096] = [5; 4096];
+    let live = live(world, bytes)?;
+    if !live.to_write || !usable(world, &live) {
+        return None;
+    }
+    note_use(world, &live);
+    let device = VbarDevice { id: live.device };
+    let memory = bytes.one_of(&[SOURCE.as_ptr().cast(), std::ptr::null()]);
+    let length = live.bytes.min(4096);
+    Some(vbar_device_copy_from_host(device, memory, length, live.address, live.stream))
+}
+
+/// Locks memory and ends that at once, so that no lock outlives the input.
+fn lock(world: &mut World, bytes: &mut Bytes<'_>) -> Came {
+    let device = world.device(bytes);
+    let memory = bytes.one_of(&[target(), target(), std::ptr::null_mut()]);
+    let length = bytes.one_of(&[PAGE_BYTES, 8 * PAGE_BYTES, 0, u64::MAX, 1 << 63]);
+    let status = vbar_device_lock_host(device, memory, length);
+    if status == 0 {
+        let ended = vbar_device_unlock_host(device, memory);
+        assert!(ended == 0 || world.disturbed, "{}", super::message());
+    }
+    Some(status)
 }
 
 fn verb(bytes: &mut Bytes<'_>) -> *const std::ffi::c_char {
