@@ -1,8 +1,8 @@
 # Everything that a person does here by hand. CI does the same through .ci/run.
 
 MODEL  := demo-data/model.safetensors
-TARGET := $(abspath $(or $(CARGO_TARGET_DIR),target))
-VBAR   := $(TARGET)/release/vbar
+FOLDER := $(abspath $(or $(CARGO_TARGET_DIR),target))
+VBAR   := $(FOLDER)/release/vbar
 
 # Where `make install` puts what. DESTDIR goes before all of them and into no file.
 DESTDIR    ?=
@@ -15,7 +15,7 @@ MANDIR     ?= $(DATADIR)/man
 
 # The profile of cargo that is installed; what is built of it, ready to be copied.
 PROFILE ?= release
-BUILT   := $(TARGET)/$(if $(filter dev,$(PROFILE)),debug,$(PROFILE))
+BUILT   := $(FOLDER)/$(if $(filter dev,$(PROFILE)),debug,$(PROFILE))
 STAGED  := $(BUILT)/staged
 VERSION := $(shell sed -n 's/^version = "\(.*\)"/\1/p' Cargo.toml | head -n 1)
 ABI     := $(shell sed -n 's/^\#define VBAR_ABI_VERSION //p' include/vbar.h)
@@ -25,13 +25,19 @@ ABI     := $(shell sed -n 's/^\#define VBAR_ABI_VERSION //p' include/vbar.h)
 STRESS_SECONDS ?= 20
 STRESS_OPERATIONS ?= 1000000
 
-.PHONY: help demo test soak loom sanitize memcheck test-install test-install-release fmt clippy doc bench header wheel device device-bundle tools \
+# What `make fuzz` looks at, and how long at each.
+FUZZ_TARGETS := header index options system calls
+
+.PHONY: help demo test soak loom sanitize memcheck fuzz test-install test-install-release fmt clippy doc \
+        bench header wheel device device-bundle device-sanitizer tools \
         build install install-strip uninstall clean-demo
 
 help:
 	@echo "make demo    stream a synthetic model of 1 GiB through a budget of 40 %, verified"
 	@echo "make test    all tests, documentation included; needs cargo, cc, make and python3"
 	@echo "make soak SECONDS=600  the simulation with fresh seeds for so long, then real threads"
+	@echo "make fuzz SECONDS=600 TARGET=calls  libFuzzer looks for hostile input; all targets without one;"
+	@echo "             needs a nightly toolchain and cargo-fuzz"
 	@echo "make loom    lock-free and hand-over code in every order that its threads can take"
 	@echo "make sanitize  ThreadSanitizer and AddressSanitizer; needs a nightly Rust with rust-src"
 	@echo "make memcheck  valgrind on every program in C and C++; needs c++ and valgrind"
@@ -47,6 +53,7 @@ help:
 	@echo "make uninstall PREFIX=... removes what make install copied"
 	@echo "make wheel   the Python wheel, in dist/, and its tests; needs pip"
 	@echo "make device  the suite on a real GPU; fails where there is none"
+	@echo "make device-sanitizer  the same under compute-sanitizer, which comes with CUDA's toolkit"
 	@echo "make device-bundle  packs that suite for machines without Rust"
 
 # Says what is missing and what to do about it.
@@ -77,10 +84,25 @@ soak: tools
 	$(VBAR) stress --device sim --threads 8 --operations $(STRESS_OPERATIONS)
 	$(VBAR) stress --device sim --seconds $(STRESS_SECONDS) --fail 0.02
 
+# What takes a new way stays in fuzz/found; what fails, in fuzz/artifacts: put it into
+# tests/fuzz/corpus, where `make test` runs it too.
+fuzz: tools
+	@rustup run nightly rustc --version >/dev/null 2>&1 || { \
+	  echo "missing: a nightly toolchain, which libFuzzer needs. rustup toolchain install nightly" >&2; \
+	  exit 1; }
+	@cargo fuzz --version >/dev/null 2>&1 || { \
+	  echo "missing: cargo-fuzz. cargo install cargo-fuzz" >&2; exit 1; }
+	@for target in $(or $(TARGET),$(FUZZ_TARGETS)); do \
+	  mkdir -p fuzz/found/$$target; \
+	  cargo +nightly fuzz run --fuzz-dir fuzz $$target fuzz/found/$$target \
+	    tests/fuzz/corpus/$$target -- -max_total_time=$(or $(SECONDS),600) -max_len=4096 \
+	    -rss_limit_mb=4096 -timeout=60 -verbosity=0 -print_final_stats=1 || exit; \
+	done
+
 # The files of src/ with loom's atomics and locks in place of the standard library's: a package of
 # its own, built in seconds (src/every_order.rs, tests/loom).
 loom: tools
-	cargo test --manifest-path tests/loom/Cargo.toml --target-dir $(TARGET)/loom every_order
+	cargo test --manifest-path tests/loom/Cargo.toml --target-dir $(FOLDER)/loom every_order
 
 # Says what it needs when it is not there.
 sanitize: tools
@@ -159,6 +181,9 @@ wheel: tools
 # Needs a GPU and fails without one.
 device: device-bundle
 	device-bundle/device-run.sh
+
+device-sanitizer: device-bundle
+	device-bundle/device-run.sh sanitizer
 
 device-bundle: tools
 	scripts/device-bundle.sh

@@ -25,7 +25,7 @@ for line in sys.stdin:
         if name:
             shutil.copy(message["executable"], sys.argv[1] + "/" + name)
 ' "$bundle"
-cp "$target/release/vbar" scripts/device-run.sh "$bundle"
+cp "$target/release/vbar" scripts/device-run.sh scripts/sanitized.sh "$bundle"
 # The library as it is installed: built as nothing else, it is optimised as a whole. Last, since
 # the builds before leave another in its place.
 cargo rustc --release --lib --crate-type cdylib

@@ -6,7 +6,8 @@
 #   MODEL_BYTES=16G BUDGET=8G MODEL=/tmp/vbar-model.safetensors ./device-run.sh [PART...]
 #
 # The parts are suite, programs, python, torch, examples, bench, stream and model; without a name,
-# all of them. Others have to be named. `distributed` needs two GPUs and fails with fewer. `comfy`
+# all of them. Others have to be named. `distributed` needs two GPUs and fails with fewer. `sanitizer`
+# needs compute-sanitizer and takes its time, SANITIZER_TOOLS=memcheck runs one of its two tools. `comfy`
 # needs a ComfyUI 0.33 at COMFY_TREE with what it imports, and takes the folder of the original
 # allocator as COMFY_ORIGINAL.
 #
@@ -38,6 +39,9 @@ step() {
     return "$code"
 }
 
+# What programs run under, if anything.
+under=()
+
 # Compiles a program of the bundle, its sources and arguments apart by `--`, and runs it:
 # NAME LIMIT SOURCE... -- ARGUMENT...
 compiled() {
@@ -52,7 +56,7 @@ compiled() {
     case ${sources[0]} in *.cpp) compiler=(g++ -std=c++17) ;; esac
     step 120 "${compiler[@]}" -O2 -Wall -Wextra -Werror -pedantic -pthread -I include \
         "${sources[@]}" -o "built/$name" -Wl,--as-needed -L lib -lvbar -ldl \
-        -Wl,-rpath,"$PWD/lib" && step "$limit" "built/$name" "$@"
+        -Wl,-rpath,"$PWD/lib" && step "$limit" ${under[@]+"${under[@]}"} "built/$name" "$@"
 }
 
 suite() {
@@ -85,6 +89,35 @@ programs() {
     compiled smallest-c 60 examples/smallest.c -- "$folder/small.safetensors"
     step 60 ./smallest-rust "$folder/small.safetensors"
     step 60 ./own-weights-rust
+    unset VBAR_TEST_DRIVER VBAR_DRIVER
+    rm -rf "$folder"
+}
+
+# The device suite, the C programs and the engines under the tools of compute-sanitizer: reads and
+# writes of kernels and copies outside of what is mapped, reads of what nobody wrote. Everything is
+# slower by an order of magnitude, and launches do not return before their kernel runs; so these
+# are left out of the suite:
+#   the_door, a_wait_for, other_programs   check how long something takes, or that nothing waits
+#   a_handle_is, five_thousand             tens of thousands of calls and no kernel
+sanitizer() {
+    local tool test folder
+    folder=$(mktemp -d)
+    mkdir -p built
+    export VBAR_TEST_DRIVER=cuda VBAR_DRIVER=cuda
+    step 60 ./vbar synth "$folder/model.safetensors" --bytes 128M --seed 7
+    for tool in ${SANITIZER_TOOLS:-memcheck initcheck}; do
+        under=(./sanitized.sh "$tool")
+        step 240 "${under[@]}" ./device --test-threads 1 --skip the_door --skip a_wait_for \
+            --skip other_programs --skip a_handle_is --skip five_thousand
+        compiled hostile 60 tests/abi/hostile*.c -- "$folder"
+        for test in gpu life threads files; do
+            compiled "$test" 90 "tests/abi/$test.c" -- "$folder"
+        done
+        compiled engine-c 60 examples/engine.c -- "$folder/model.safetensors" 64
+        compiled engine-cpp 60 examples/engine.cpp -- "$folder/model.safetensors" 64
+        step 60 "${under[@]}" ./engine-rust "$folder/model.safetensors" 64
+    done
+    under=()
     unset VBAR_TEST_DRIVER VBAR_DRIVER
     rm -rf "$folder"
 }
@@ -270,11 +303,11 @@ parts=("$@")
 [ "${#parts[@]}" -gt 0 ] || parts=(suite programs python torch examples bench stream model)
 for part in "${parts[@]}"; do
     case $part in
-    suite | programs | python | torch | examples | distributed | comfy | bench | stream | model) ;;
+    suite | programs | python | torch | examples | distributed | sanitizer | comfy | bench | stream | model) ;;
     due | soak | soak-poll) ;;
     *)
         echo "== there is no part $part: suite, programs, python, torch, examples, distributed," \
-            "comfy, bench, stream, model, due, soak, soak-poll" >&2
+            "sanitizer, comfy, bench, stream, model, due, soak, soak-poll" >&2
         exit 2
         ;;
     esac

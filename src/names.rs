@@ -5,6 +5,7 @@
 //! nor fill it. Does not own any state.
 
 use std::cmp::Ordering;
+use std::fmt::Display;
 
 /// A quoted name longer than this is cut off, in characters.
 const QUOTED_CHARS_MAX: usize = 120;
@@ -23,6 +24,37 @@ pub fn quoted(name: &str) -> String {
     }
     text.push('\'');
     text
+}
+
+/// Most characters of another's error text, which may quote all of a file; the end says where.
+const TOLD_CHARS_MAX: usize = 400;
+const TOLD_END_CHARS: usize = 80;
+
+/// What another library says of a stranger's file: printable, cut in the middle when it is long.
+#[must_use]
+pub fn told(error: &impl Display) -> String {
+    let text = error.to_string();
+    let begin = text.char_indices().nth(TOLD_CHARS_MAX - TOLD_END_CHARS).map(|(at, _)| at);
+    let end = text.char_indices().nth_back(TOLD_END_CHARS - 1).map(|(at, _)| at);
+    match (begin, end) {
+        (Some(begin), Some(end)) if text[begin..end].chars().nth(TOLD_END_CHARS).is_some() => {
+            format!("{} ... {}", printable(&text[..begin]), printable(&text[end..]))
+        }
+        _ => printable(&text),
+    }
+}
+
+/// A text with its control characters escaped: for a path that a stranger's index has a part of.
+#[must_use]
+pub fn printable(text: &str) -> String {
+    let escaped = |text: &mut String, character: char| match character.is_control() {
+        true => text.extend(character.escape_default()),
+        false => text.push(character),
+    };
+    text.chars().fold(String::with_capacity(text.len()), |mut text, character| {
+        escaped(&mut text, character);
+        text
+    })
 }
 
 /// Compares names with every run of decimal digits taken as one number, anything else bytewise.
@@ -93,6 +125,16 @@ mod tests {
         let text = quoted(&"a\n\u{1b}[2J".repeat(1000));
         assert!(text.len() < 2000 && !text.contains(['\n', '\u{1b}']), "{text}");
         assert_eq!(quoted("layers.0"), "'layers.0'");
+        assert_eq!(printable("mödel/a\n\u{1b}[2J\u{9b}"), "mödel/a\\n\\u{1b}[2J\\u{9b}");
+    }
+
+    #[test]
+    fn what_others_say_is_short_and_keeps_its_end() {
+        assert_eq!(told(&"unknown variant `\0` at line 1"), "unknown variant `\\u{0}` at line 1");
+        let long = told(&format!("unknown variant `{}` at line 1 column 2", "é\n".repeat(100_000)));
+        assert!(long.starts_with("unknown variant `é\\n"), "{long}");
+        assert!(long.ends_with("at line 1 column 2") && !long.contains('\n'), "{long}");
+        assert!(long.chars().count() < 1000, "{long}");
     }
 
     proptest! {

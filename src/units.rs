@@ -6,6 +6,8 @@
 use std::fmt;
 use std::ops::Range;
 
+use crate::names::quoted;
+
 /// One unit past the kilobyte: sizes in options carry K, M, G or T, powers of 1024.
 pub const KIB: u64 = 1 << 10;
 /// 1024 KiB, in bytes.
@@ -192,9 +194,9 @@ pub fn parse_bytes(text: &str) -> Result<u64, String> {
         "m" | "mb" | "mib" => MIB,
         "g" | "gb" | "gib" => GIB,
         "t" | "tb" | "tib" => TIB,
-        _ => return Err(format!("'{text}' is not a size: use bytes, or K, M, G, T")),
+        _ => return Err(format!("{} is not a size: use bytes, or K, M, G, T", quoted(text))),
     };
-    let wrong = || format!("'{text}' is not a size that fits in 64 bits");
+    let wrong = || format!("{} is not a size that fits in 64 bits", quoted(text));
     if let Ok(whole) = number.parse::<u64>() {
         return whole.checked_mul(unit).ok_or_else(wrong);
     }

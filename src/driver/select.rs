@@ -10,6 +10,7 @@ use super::cuda::Cuda;
 use super::sim::{Sim, SimOptions};
 use super::sys;
 use crate::error::{Error, ErrorCode, Result};
+use crate::names::quoted;
 use crate::process;
 use crate::sync::Mutex;
 use crate::units::DeviceOrdinal;
@@ -60,7 +61,8 @@ impl Selection {
             None => (text, None),
         };
         let wrong = || {
-            let text = format!("'{text}' is no device: use auto, cuda[:index] or sim[:options]");
+            let text = quoted(text);
+            let text = format!("{text} is no device: use auto, cuda[:index] or sim[:options]");
             Error::new(ErrorCode::InvalidArgument, text)
         };
         match (word, rest) {

@@ -3,10 +3,13 @@
 //! Owns [`SystemRoot`], the folder below which `/proc`, `/sys` and the like are looked for, so that
 //! tests run on trees of their own, and the parser of `mountinfo` (proc_pid_mountinfo(5)).
 
-use std::io;
+use std::fs::File;
+use std::io::{self, Read};
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
-use crate::error::{Error, Result};
+use crate::error::{Error, ErrorCode, Result};
+use crate::names::printable;
 
 /// The folder that stands for `/` when the system's own files are read.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -38,17 +41,24 @@ impl SystemRoot {
         self.path(absolute).exists()
     }
 
-    /// The text of a small file, what is no UTF-8 replaced; `None` when there is no such file.
+    /// The text of a small file, what is no UTF-8 replaced; `None` when there is no such file. It
+    /// never waits for a writer, as reading a pipe would.
     ///
     /// # Errors
-    /// `Io` with the path, for any other reason.
+    /// `Io` with the path, for any other reason; `Format` when it is no regular file, or is longer
+    /// than any that the system makes.
     pub fn read(&self, absolute: impl AsRef<Path>) -> Result<Option<String>> {
         let absolute = absolute.as_ref();
-        match std::fs::read(self.path(absolute)) {
-            Ok(bytes) => Ok(Some(String::from_utf8_lossy(&bytes).into_owned())),
+        let named = || printable(&absolute.display().to_string());
+        match read_small(&self.path(absolute)) {
+            Ok(None) => {
+                let text = format!("{}: not a regular file of less than 64 MiB", named());
+                Err(Error::new(ErrorCode::Format, text))
+            }
+            Ok(Some(bytes)) => Ok(Some(String::from_utf8_lossy(&bytes).into_owned())),
             Err(error) => match error.kind() {
                 io::ErrorKind::NotFound | io::ErrorKind::NotADirectory => Ok(None),
-                _ => Err(Error::io(absolute.display(), &error)),
+                _ => Err(Error::io(named(), &error)),
             },
         }
     }
@@ -61,6 +71,24 @@ impl SystemRoot {
         let text = self.read("/proc/self/mountinfo")?.unwrap_or_default();
         Ok(text.lines().filter_map(Mount::parse).collect())
     }
+}
+
+/// More than the system's own files ever have.
+const SMALL_BYTES_MAX: u64 = 64 << 20;
+
+/// The bytes of a small regular file; `None` when it is none.
+fn read_small(path: &Path) -> io::Result<Option<Vec<u8>>> {
+    let mut options = File::options();
+    let file = options.read(true).custom_flags(libc::O_NONBLOCK | libc::O_NOCTTY).open(path)?;
+    if file.metadata()?.is_dir() {
+        return Err(io::ErrorKind::IsADirectory.into());
+    }
+    if !file.metadata()?.is_file() {
+        return Ok(None);
+    }
+    let mut bytes = Vec::new();
+    file.take(SMALL_BYTES_MAX).read_to_end(&mut bytes)?;
+    Ok((bytes.len() as u64 != SMALL_BYTES_MAX).then_some(bytes))
 }
 
 /// One line of `mountinfo`.
@@ -112,7 +140,9 @@ fn unescaped(text: &str) -> PathBuf {
     let mut path = String::with_capacity(text.len());
     while let Some((before, after)) = rest.split_once('\\') {
         path.push_str(before);
-        let digits = after.get(..3).and_then(|digits| u8::from_str_radix(digits, 8).ok());
+        // Digits alone: a number may have a sign, too.
+        let digits = after.get(..3).filter(|digits| digits.bytes().all(|it| it.is_ascii_digit()));
+        let digits = digits.and_then(|digits| u8::from_str_radix(digits, 8).ok());
         match digits {
             Some(byte) => path.push(char::from(byte)),
             None => path.push('\\'),
@@ -141,6 +171,9 @@ mod tests {
             assert_eq!(Mount::parse(wrong), None, "{wrong}");
         }
         assert_eq!(unescaped("a\\134b\\x"), Path::new("a\\b\\x"));
+        for as_it_is in ["a\\+12b", "a\\400", "a\\1", "a\\\u{e9}1"] {
+            assert_eq!(unescaped(as_it_is), Path::new(as_it_is));
+        }
     }
 
     #[test]
@@ -152,6 +185,20 @@ mod tests {
         std::fs::create_dir(folder.path().join("proc")).unwrap();
         let error = root.read("/proc").unwrap_err();
         assert!(error.to_string().starts_with("/proc: "), "{error}");
+    }
+
+    #[test]
+    fn what_is_no_file_is_told_at_once() {
+        use rustix::fs::{CWD, FileType, Mode, mknodat};
+        let folder = tempfile::tempdir().unwrap();
+        let root = SystemRoot::new(folder.path());
+        mknodat(CWD, &folder.path().join("pipe"), FileType::Fifo, Mode::RUSR, 0).unwrap();
+        std::os::unix::fs::symlink("/dev/zero", folder.path().join("zero\n")).unwrap();
+        for path in ["/pipe", "/zero\n"] {
+            let error = root.read(path).unwrap_err();
+            assert_eq!(error.code(), ErrorCode::Format);
+            assert!(!error.to_string().contains('\n'), "{error}");
+        }
     }
 
     #[test]

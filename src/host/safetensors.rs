@@ -17,7 +17,7 @@ pub use ::safetensors::Dtype;
 use ::safetensors::tensor::TensorInfo;
 
 use crate::error::{Error, ErrorCode, Result};
-use crate::names::quoted;
+use crate::names::{quoted, told};
 
 mod index;
 mod json;
@@ -89,7 +89,7 @@ pub fn parse_header(file: &str, header: &[u8], file_bytes: u64) -> Result<Header
     let text = std::str::from_utf8(header)
         .map_err(|error| wrong(file, format!("the header is not UTF-8: {error}")))?;
     let raw: json::RawHeader = serde_json::from_str(text)
-        .map_err(|error| wrong(file, format!("the header is not valid: {error}")))?;
+        .map_err(|error| wrong(file, format!("the header is not valid: {}", told(&error))))?;
     let data_offset = PREFIX_BYTES + header.len() as u64;
     let data_bytes = file_bytes.checked_sub(data_offset).ok_or_else(|| {
         wrong(file, format!("the header ends at {data_offset}, the file at {file_bytes}"))

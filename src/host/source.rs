@@ -21,6 +21,7 @@ use rustix::io::ReadWriteFlags;
 
 use crate::error::{Error, ErrorCode, Result};
 use crate::host::direct::DirectFile;
+use crate::names::printable;
 
 /// The kernel takes at most this many targets a call (`IOV_MAX`).
 const TARGETS_A_CALL_MAX: usize = 1024;
@@ -161,7 +162,7 @@ impl ModelFile {
     /// `Io` when it cannot be opened, `Format` when it is no regular file. Never waits for a
     /// writer, as opening a pipe would.
     pub fn open(path: &Path) -> Result<Self> {
-        let name = path.display().to_string();
+        let name = printable(&path.display().to_string());
         // O_NONBLOCK means nothing to a regular file, and keeps a pipe from blocking us.
         let file = OpenOptions::new()
             .read(true)

@@ -10,6 +10,7 @@ use std::path::{Component, Path, PathBuf};
 use crate::error::{Error, ErrorCode, Result};
 use crate::host::allowance::{GroupMemory, SystemMemory};
 use crate::host::mounts::{Mount, SystemRoot};
+use crate::names::{printable, quoted};
 use crate::units::KIB;
 
 /// Version 1 has no word for "no limit": it says 2^63 less a page. A limit of 2^60 bytes is none.
@@ -135,7 +136,8 @@ fn read_group(
     let counter = |name: &str| {
         keyed(&statistics, name).or_else(|| keyed(&statistics, name.strip_prefix("total_")?))
     };
-    let file_bytes = version.file.iter().filter_map(|name| counter(name)).sum();
+    let file_bytes =
+        version.file.iter().filter_map(|name| counter(name)).fold(0, u64::saturating_add);
     Ok(Some(GroupMemory { folder, limit_bytes, current_bytes, file_bytes }))
 }
 
@@ -147,7 +149,8 @@ fn parse_limit(path: &Path, text: &str) -> Result<Option<u64>> {
 }
 
 fn parse_number(path: &Path, text: &str) -> Result<u64> {
-    text.parse().map_err(|_| wrong(path.display(), format_args!("'{text}' is no number of bytes")))
+    text.parse()
+        .map_err(|_| wrong(path.display(), format_args!("{} is no number of bytes", quoted(text))))
 }
 
 /// The number behind a name at the beginning of a line.
@@ -157,6 +160,7 @@ fn keyed(text: &str, name: &str) -> Option<u64> {
 }
 
 fn wrong(path: impl std::fmt::Display, what: impl std::fmt::Display) -> Error {
+    let path = printable(&path.to_string());
     Error::new(ErrorCode::Format, format!("{path}: {what}"))
 }
 

@@ -15,6 +15,7 @@ mod cli_terminal;
 mod cli_trace;
 mod closing;
 mod closing_threads;
+mod device_scripts;
 mod door;
 mod each_call;
 mod each_call_cases;

@@ -2,6 +2,7 @@
 
 use vbar::driver::select::Selection;
 use vbar::model::synth::TOTAL_BYTES_MIN;
+use vbar::names::quoted;
 use vbar::options::{Prefer, Scrub, Threads};
 use vbar::units::{GIB, KIB, MIB, PageSize, format_bytes, parse_bytes};
 
@@ -10,7 +11,9 @@ pub(crate) fn synthetic_size(text: &str) -> Result<u64, String> {
     let bytes = parse_bytes(text)?;
     match bytes >= TOTAL_BYTES_MIN {
         true => Ok(bytes),
-        false => Err(format!("{text}: at least {} are needed", format_bytes(TOTAL_BYTES_MIN))),
+        false => {
+            Err(format!("{}: at least {} are needed", quoted(text), format_bytes(TOTAL_BYTES_MIN)))
+        }
     }
 }
 
@@ -25,7 +28,8 @@ pub(crate) fn argument_of_bytes(bytes: u64) -> String {
 /// A page size.
 pub(crate) fn page_size(text: &str) -> Result<PageSize, String> {
     let bytes = parse_bytes(text)?;
-    PageSize::new(bytes).ok_or_else(|| format!("{text}: pages are a power of two, 4K to 1T"))
+    PageSize::new(bytes)
+        .ok_or_else(|| format!("{}: pages are a power of two, 4K to 1T", quoted(text)))
 }
 
 /// A device by its words.
@@ -35,8 +39,12 @@ pub(crate) fn device(text: &str) -> Result<Selection, String> {
 
 /// A probability.
 pub(crate) fn probability(text: &str) -> Result<f64, String> {
-    let rate = text.parse::<f64>().map_err(|error| format!("'{text}': {error}"))?;
-    if (0.0..=1.0).contains(&rate) { Ok(rate) } else { Err(format!("'{text}' is not in 0..1")) }
+    let rate = text.parse::<f64>().map_err(|error| format!("{}: {error}", quoted(text)))?;
+    if (0.0..=1.0).contains(&rate) {
+        Ok(rate)
+    } else {
+        Err(format!("{} is not in 0..1", quoted(text)))
+    }
 }
 
 /// Whether the library has threads of its own.
@@ -44,7 +52,7 @@ pub(crate) fn threads(text: &str) -> Result<Threads, String> {
     match text {
         "on" => Ok(Threads::On),
         "off" => Ok(Threads::Off),
-        _ => Err(format!("'{text}' is neither on nor off")),
+        _ => Err(format!("{} is neither on nor off", quoted(text))),
     }
 }
 
@@ -64,7 +72,7 @@ pub(crate) fn prefer(text: &str) -> Result<Prefer, String> {
         "auto" => Ok(Prefer::Auto),
         "ram" => Ok(Prefer::Ram),
         "disk" => Ok(Prefer::Disk),
-        _ => Err(format!("'{text}' is neither auto, ram nor disk")),
+        _ => Err(format!("{} is neither auto, ram nor disk", quoted(text))),
     }
 }
 
@@ -82,7 +90,9 @@ pub(crate) fn budget(text: &str) -> Result<Budget, String> {
     };
     match number.trim().parse::<f64>() {
         Ok(percent) if percent > 0.0 && percent.is_finite() => Ok(Budget::Percent(percent)),
-        _ => Err(format!("'{text}' is no part of a model: use a percentage above 0, as 40%")),
+        _ => {
+            Err(format!("{} is no part of a model: use a percentage above 0, as 40%", quoted(text)))
+        }
     }
 }
 

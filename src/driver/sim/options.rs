@@ -9,6 +9,7 @@ use super::faults::FailRule;
 use super::verb::Verb;
 use crate::driver::code::DriverCode;
 use crate::error::{Error, ErrorCode, Result};
+use crate::names::quoted;
 use crate::units::{GIB, KIB, MIB, TIB, parse_bytes};
 
 /// What happens to a device on which a violation was found.
@@ -232,9 +233,10 @@ impl SimOptions {
     fn set(&mut self, name: &str, value: &str) -> std::result::Result<(), String> {
         let Some(key) = Self::KEYS.iter().find(|key| key.name == name) else {
             let keys: Vec<&str> = Self::KEYS.iter().map(|key| key.name).collect();
-            return Err(format!("unknown option '{name}'; the options are: {}", keys.join(", ")));
+            let (name, keys) = (quoted(name), keys.join(", "));
+            return Err(format!("unknown option {name}; the options are: {keys}"));
         };
-        (key.set)(self, value).map_err(|why| format!("{name}={value}: {why}"))
+        (key.set)(self, value).map_err(|why| format!("{name}={}: {why}", quoted(value)))
     }
 
     fn check(&self) -> std::result::Result<(), String> {
@@ -289,19 +291,25 @@ fn parse_fail(value: &str) -> std::result::Result<FailRule, String> {
     if parts.next().is_some() {
         return Err(wrong());
     }
+    if DriverCode(code) == DriverCode::SUCCESS {
+        return Err("code 0 is success".into());
+    }
     Ok(FailRule { verb, skip, count: 1, code: DriverCode(code) })
 }
 
 fn parse_duration(value: &str) -> std::result::Result<Duration, String> {
     let end = value.find(|c: char| !c.is_ascii_digit()).unwrap_or(value.len());
     let (number, unit) = value.split_at(end);
-    let number: u64 = number.parse().map_err(|_| format!("'{value}' is no duration"))?;
-    match unit {
-        "" | "us" => Ok(Duration::from_micros(number)),
-        "ms" => Ok(Duration::from_millis(number)),
-        "s" => Ok(Duration::from_secs(number)),
-        _ => Err(format!("'{value}' is no duration: use us, ms or s")),
-    }
+    let number: u64 = number.parse().map_err(|_| format!("{} is no duration", quoted(value)))?;
+    let micros = match unit {
+        "" | "us" => Some(number),
+        "ms" => number.checked_mul(1000),
+        "s" => number.checked_mul(1_000_000),
+        _ => return Err(format!("{} is no duration: use us, ms or s", quoted(value))),
+    };
+    // As it is written again.
+    let micros = micros.ok_or_else(|| format!("{} is too long", quoted(value)))?;
+    Ok(Duration::from_micros(micros))
 }
 
 /// A size in its largest whole unit, as [`parse_bytes`] reads it.
@@ -386,6 +394,29 @@ mod tests {
         let options = SimOptions::parse(text).unwrap();
         assert_eq!(options.to_string(), text);
         assert_eq!(SimOptions::parse("").unwrap(), SimOptions::default());
+    }
+
+    #[test]
+    fn what_is_taken_is_parsed_back() {
+        let error = SimOptions::parse("latency=18446744073709551615s").unwrap_err().to_string();
+        assert!(error.contains("too long"), "{error}");
+        let longest = SimOptions::parse("latency=18446744073709s").unwrap();
+        assert_eq!(SimOptions::parse(&longest.to_string()).unwrap(), longest);
+    }
+
+    #[test]
+    fn a_failure_is_no_success() {
+        let error = SimOptions::parse("fail=mem_map:1:0").unwrap_err().to_string();
+        assert!(error.contains("code 0 is success"), "{error}");
+    }
+
+    #[test]
+    fn texts_are_quoted_and_short() {
+        for text in ["\u{1b}[2J=1", "capacity=\u{1b}[2J", "hang=\n", "latency=5\u{7}"] {
+            let error = SimOptions::parse(&format!("{text}{}", "x".repeat(9000))).unwrap_err();
+            let error = error.to_string();
+            assert!(!error.contains(char::is_control) && error.len() < 3000, "{error:?}");
+        }
     }
 
     #[test]

@@ -6,6 +6,7 @@ use std::fmt;
 use std::str::FromStr;
 
 use crate::driver::code::{DriverCode, DriverError};
+use crate::names::quoted;
 
 impl Verb {
     /// Those that give something back: what they fail to give back is set aside for good.
@@ -150,7 +151,7 @@ impl FromStr for Verb {
     fn from_str(text: &str) -> Result<Self, String> {
         Self::ALL.iter().copied().find(|verb| verb.name() == text).ok_or_else(|| {
             let names: Vec<_> = Self::ALL.iter().map(|verb| verb.name()).collect();
-            format!("'{text}' is no driver verb; these are: {}", names.join(", "))
+            format!("{} is no driver verb; these are: {}", quoted(text), names.join(", "))
         })
     }
 }

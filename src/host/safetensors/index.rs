@@ -12,7 +12,7 @@ use serde::Deserialize;
 
 use super::json::UniqueMap;
 use crate::error::{Error, ErrorCode, Result};
-use crate::names::quoted;
+use crate::names::{quoted, told};
 
 /// The largest index that is read, in bytes: the limit of a header.
 pub const INDEX_BYTES_MAX: u64 = super::HEADER_BYTES_MAX;
@@ -31,7 +31,7 @@ struct RawIndex {
 /// twice, a shard's path that is empty, absolute or has a `.` or `..` in it.
 pub fn parse_index(file: &str, text: &[u8]) -> Result<BTreeMap<String, String>> {
     let index: RawIndex = serde_json::from_slice(text).map_err(|error| {
-        Error::new(ErrorCode::Format, format!("{file}: not an index of shards: {error}"))
+        Error::new(ErrorCode::Format, format!("{file}: not an index of shards: {}", told(&error)))
     })?;
     let weight_map = index.weight_map.0;
     if weight_map.is_empty() {

@@ -136,6 +136,21 @@ fn what_cannot_be_understood_is_told_with_its_path() {
 }
 
 #[test]
+fn counters_that_no_machine_has_are_not_summed_past_their_end() {
+    let most = format!("active_file {0}\ninactive_file {0}\n", u64::MAX);
+    let files = [
+        ("sys/fs/cgroup/a/memory.max", "4096"),
+        ("sys/fs/cgroup/a/memory.current", "4096"),
+        ("sys/fs/cgroup/a/memory.stat", &most),
+    ];
+    let memory = read("0::/a\n", ROOT_OF_2, &files).unwrap();
+    assert_eq!(
+        (memory.groups[0].file_bytes, memory.groups[0].room_bytes()),
+        (u64::MAX, Some(4096))
+    );
+}
+
+#[test]
 fn this_machine_has_memory() {
     let memory = SystemMemory::read(&SystemRoot::default()).unwrap();
     assert!(memory.available_bytes > 0 && memory.available_bytes <= memory.total_bytes);
