@@ -22,6 +22,7 @@ use crate::driver::{
     DriverError, DriverResult, Event, FrameHandle, GraphRelease, HostNode, KernelCall,
 };
 use crate::error::Result;
+use crate::process;
 use crate::units::{DeviceAddress, DeviceOrdinal, Stream};
 
 mod graph;
@@ -59,19 +60,20 @@ impl Cuda {
     ///
     /// # Errors
     /// `DriverMissing` when the library, or one of its functions, is not there; `Driver` when it
-    /// cannot be initialised, which is also how a machine without a GPU answers.
+    /// cannot be initialised, which is also how a machine without a GPU answers; `ProcessEnding`.
     pub fn open() -> Result<Arc<Self>> {
         static PROCESS: Mutex<Option<Arc<Cuda>>> = Mutex::new(None);
+        let entering = process::enter()?;
         let mut process = PROCESS.lock();
         if let Some(cuda) = &*process {
             return Ok(Arc::clone(cuda));
         }
-        let cuda = Self::open_library(OsStr::new(sys::LIBRARY))?;
-        Ok(Arc::clone(process.insert(cuda)))
+        let cuda = process.insert(Self::open_library(OsStr::new(sys::LIBRARY))?);
+        entering.stay();
+        Ok(Arc::clone(cuda))
     }
 
-    /// An instance of its own from the library at `path`, for tests with a library that is not
-    /// the driver's.
+    /// An instance of its own from a library that is not the driver's, for tests.
     ///
     /// # Errors
     /// As [`Cuda::open`].
