@@ -5,6 +5,7 @@
 mod allocations;
 mod bound;
 mod bound_memory;
+mod callers;
 mod captured;
 mod cli;
 mod cli_bench;
@@ -34,6 +35,7 @@ mod logs;
 mod many;
 mod poison;
 mod pressure;
+mod process_life;
 mod program;
 mod refill;
 mod registered;
