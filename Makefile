@@ -20,16 +20,21 @@ STAGED  := $(BUILT)/staged
 VERSION := $(shell sed -n 's/^version = "\(.*\)"/\1/p' Cargo.toml | head -n 1)
 ABI     := $(shell sed -n 's/^\#define VBAR_ABI_VERSION //p' include/vbar.h)
 
-# How long `make soak` lets real threads work, twice.
+# How long `make soak` lets real threads work with a driver that fails, and for how many operations
+# with one that does not.
 STRESS_SECONDS ?= 20
+STRESS_OPERATIONS ?= 1000000
 
-.PHONY: help demo test soak test-install test-install-release fmt clippy doc bench header wheel device device-bundle tools \
+.PHONY: help demo test soak loom sanitize memcheck test-install test-install-release fmt clippy doc bench header wheel device device-bundle tools \
         build install install-strip uninstall clean-demo
 
 help:
 	@echo "make demo    stream a synthetic model of 1 GiB through a budget of 40 %, verified"
 	@echo "make test    all tests, documentation included; needs cargo, cc, make and python3"
 	@echo "make soak SECONDS=600  the simulation with fresh seeds for so long, then real threads"
+	@echo "make loom    lock-free and hand-over code in every order that its threads can take"
+	@echo "make sanitize  ThreadSanitizer and AddressSanitizer; needs a nightly Rust with rust-src"
+	@echo "make memcheck  valgrind on every program in C and C++; needs c++ and valgrind"
 	@echo "make test-install  the test of make install; needs c++, pkg-config, cmake and valgrind too"
 	@echo "make fmt     format the source"
 	@echo "make clippy  lints, warnings denied"
@@ -69,8 +74,28 @@ test: tools
 soak: tools
 	VBAR_SIM_SECONDS=$(or $(SECONDS),600) cargo test --test sim every_sequence -- --nocapture
 	cargo build --release --bin vbar
-	$(VBAR) stress --device sim --seconds $(STRESS_SECONDS)
+	$(VBAR) stress --device sim --threads 8 --operations $(STRESS_OPERATIONS)
 	$(VBAR) stress --device sim --seconds $(STRESS_SECONDS) --fail 0.02
+
+# The files of src/ with loom's atomics and locks in place of the standard library's: a package of
+# its own, built in seconds (src/every_order.rs, tests/loom).
+loom: tools
+	cargo test --manifest-path tests/loom/Cargo.toml --target-dir $(TARGET)/loom every_order
+
+# Says what it needs when it is not there.
+sanitize: tools
+	scripts/sanitize.sh $(SANITIZERS)
+
+# Invalid accesses, values that nobody wrote, and leaks fail it; what is suppressed, and why, is in
+# tests/abi/valgrind.supp.
+memcheck: tools
+	@command -v valgrind >/dev/null || { \
+	  echo "missing: valgrind. Debian, Ubuntu: apt-get install valgrind" >&2; exit 1; }
+	@command -v c++ >/dev/null || { \
+	  echo "missing: c++. Debian, Ubuntu: apt-get install g++" >&2; exit 1; }
+	cargo test --test install -- --ignored checked memcheck
+	cargo test --test abi_cpp -- valgrind engine
+	cargo test --test abi torch::
 
 # Builds into a folder of its own and installs into another; nothing outside the target folder.
 test-install: tools

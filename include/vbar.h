@@ -731,6 +731,33 @@ typedef uint32_t VbarReason;
 #endif // __cplusplus
 
 /*
+ Whether a frame is cleared before another page has it.
+ */
+enum VbarScrub
+#if defined(__cplusplus) || __STDC_VERSION__ >= 202311L
+  : uint32_t
+#endif // defined(__cplusplus) || __STDC_VERSION__ >= 202311L
+ {
+  /*
+   It is not: a page that you write holds what was in its frame before, and a bound one does
+   where no file fills it.
+   */
+  VBAR_SCRUB_OFF = 0,
+  /*
+   On the device, in the order of the stream, one `cuMemsetD8Async` for each run of pages;
+   memory that comes from the driver too. Blocks that PyTorch frees and gets again are not.
+   */
+  VBAR_SCRUB_ON = 1,
+};
+#ifndef __cplusplus
+#if __STDC_VERSION__ >= 202311L
+typedef enum VbarScrub VbarScrub;
+#else
+typedef uint32_t VbarScrub;
+#endif // __STDC_VERSION__ >= 202311L
+#endif // __cplusplus
+
+/*
  Why memory that was asked back did not come.
  */
 enum VbarShortfall
@@ -1003,6 +1030,14 @@ typedef struct VbarDeviceOptions {
    file and device copies are from pageable memory, and slower.
    */
   uint64_t host_allowance_bytes;
+  /*
+   A `VbarScrub`. It is that of the first opening while the device is open.
+   */
+  uint32_t scrub;
+  /*
+   0.
+   */
+  uint32_t reserved;
 } VbarDeviceOptions;
 
 /*
@@ -2230,7 +2265,7 @@ VbarStatus vbar_token_also_used_on(struct VbarToken token, VbarStream stream);
  Declares that everything that writes an allocation's bytes was enqueued on `stream`
  (`VBAR_STREAM_NONE`: they are in place). The token keeps its pins. Statuses: the common ones,
  the driver's, `UNSUPPORTED` for a stream that is being captured; `INVALID_ARGUMENT` unless a
- refill was asked for. Thread-safe.
+ refill was asked for; `STALE_TOKEN` after a forced end of run, which took the pins. Thread-safe.
  */
 VbarStatus vbar_token_commit(struct VbarToken token, VbarStream stream);
 
@@ -2255,6 +2290,65 @@ VbarStatus vbar_thread_set_wait_check(VbarWaitCheck check, void *user);
  nobody closes meanwhile, on a thread that has called the library before.
  */
 VbarStatus vbar_device_cancel_waits(struct VbarDevice device);
+
+/*
+ Reads bytes of an open file through page-locked memory and enqueues their copies to the device
+ address `target` on `stream`, in order. Returns when the last copy is enqueued: the file may be
+ changed or closed then, the bytes are there for work on `stream`. Whatever is behind `target`,
+ pinned pages as a rule, stays until the copies are done. Statuses: the common ones, the
+ driver's, `IO`, `TIMED_OUT`, `CANCELLED`, `HOST_MEMORY` for the staging slots, `UNSUPPORTED` for
+ a stream that is being captured; `INVALID_ARGUMENT` for no stream, a negative descriptor, and
+ ranges past 2^64. After a failure copies may run that came before it.
+ Thread-safe.
+ */
+VbarStatus vbar_device_read_file(struct VbarDevice device,
+                                 int32_t descriptor,
+                                 uint64_t file_offset,
+                                 uint64_t bytes,
+                                 uint64_t target,
+                                 VbarStream stream);
+
+/*
+ Writes `bytes` from the device address `source` on to an open file, as they are behind what was
+ enqueued on `stream`. Returns when the file has them. Statuses: those of
+ `vbar_device_read_file`. After a failure a part of them may have been written. Thread-safe.
+ */
+VbarStatus vbar_device_write_file(struct VbarDevice device,
+                                  int32_t descriptor,
+                                  uint64_t file_offset,
+                                  uint64_t bytes,
+                                  uint64_t source,
+                                  VbarStream stream);
+
+/*
+ Enqueues a copy of `bytes` of host memory to the device address `target` on `stream`. From
+ page-locked memory the device reads by itself: `memory` stays, unchanged, until that is done.
+ Other memory is read before the call returns. Statuses: the common ones, the driver's;
+ `INVALID_ARGUMENT` for no stream. Thread-safe.
+ `memory` is NULL, or `bytes` of it can be read until the copy is done.
+ */
+VbarStatus vbar_device_copy_from_host(struct VbarDevice device,
+                                      const void *memory,
+                                      uint64_t bytes,
+                                      uint64_t target,
+                                      VbarStream stream);
+
+/*
+ Page-locks memory of the program's (`cuMemHostRegister`), so that the device may read and write
+ it directly. It is the program's own all the same, and no part of the allowance. Kernels are
+ not started meanwhile. Statuses: the common ones, the driver's, also for memory that is locked
+ already and pages of a file; `INVALID_ARGUMENT` for no bytes. Thread-safe.
+ `memory` is NULL, or `bytes` of it are mapped and stay so until `vbar_device_unlock_host`.
+ */
+VbarStatus vbar_device_lock_host(struct VbarDevice device, void *memory, uint64_t bytes);
+
+/*
+ Ends the page-lock of memory of the program's that begins at `memory`, whoever locked it in this
+ process: `vbar_device_lock_host`, `cuMemHostRegister`, `cudaHostRegister`. Waits for running
+ kernels; no copy of it is pending. Statuses: the common ones, the driver's; `NOT_FOUND` where no
+ locked range begins there. Thread-safe.
+ */
+VbarStatus vbar_device_unlock_host(struct VbarDevice device, void *memory);
 
 /*
  Opens a safetensors model (a file, a sharded model's index, or a folder) and binds it to a VBAR

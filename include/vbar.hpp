@@ -531,6 +531,34 @@ public:
     Result<void> try_retire_stream(Stream stream) const {
         return Result<void>::of(vbar_stream_retire(device_, stream.get()));
     }
+    // Reads bytes of an open file to a device address, by copies on `stream`; returns when the last
+    // one is enqueued. Pin what is behind the address until they are done.
+    Result<void> try_read_file(int descriptor, std::uint64_t file_offset, std::uint64_t bytes,
+                               std::uint64_t target, Stream stream) const {
+        return Result<void>::of(vbar_device_read_file(device_, descriptor, file_offset, bytes,
+                                                      target, stream.get()));
+    }
+    // Writes bytes of the device, as they are behind what is enqueued on `stream`, to an open file.
+    Result<void> try_write_file(int descriptor, std::uint64_t file_offset, std::uint64_t bytes,
+                                std::uint64_t source, Stream stream) const {
+        return Result<void>::of(vbar_device_write_file(device_, descriptor, file_offset, bytes,
+                                                       source, stream.get()));
+    }
+    // Enqueues a copy of host memory to a device address. Memory that is page-locked stays as it is
+    // until the copy is done.
+    Result<void> try_copy_from_host(const void *memory, std::uint64_t bytes, std::uint64_t target,
+                                    Stream stream) const {
+        return Result<void>::of(
+            vbar_device_copy_from_host(device_, memory, bytes, target, stream.get()));
+    }
+    // Page-locks memory of the program's, which stays mapped until it is unlocked.
+    Result<void> try_lock_host(void *memory, std::uint64_t bytes) const {
+        return Result<void>::of(vbar_device_lock_host(device_, memory, bytes));
+    }
+    // Ends the page-lock of memory that begins here, whoever locked it; no copy of it is pending.
+    Result<void> try_unlock_host(void *memory) const {
+        return Result<void>::of(vbar_device_unlock_host(device_, memory));
+    }
 #if VBAR_HAS_EXCEPTIONS
     static Device open(const DeviceOptions &options = {}) { return try_open(options).value(); }
     VbarDeviceInfo info() const { return try_info().value(); }
@@ -561,6 +589,22 @@ public:
     }
     void cancel_waits() const { try_cancel_waits().value(); }
     void retire_stream(Stream stream) const { try_retire_stream(stream).value(); }
+    void read_file(int descriptor, std::uint64_t file_offset, std::uint64_t bytes,
+                   std::uint64_t target, Stream stream) const {
+        try_read_file(descriptor, file_offset, bytes, target, stream).value();
+    }
+    void write_file(int descriptor, std::uint64_t file_offset, std::uint64_t bytes,
+                    std::uint64_t source, Stream stream) const {
+        try_write_file(descriptor, file_offset, bytes, source, stream).value();
+    }
+    void copy_from_host(const void *memory, std::uint64_t bytes, std::uint64_t target,
+                        Stream stream) const {
+        try_copy_from_host(memory, bytes, target, stream).value();
+    }
+    void lock_host(void *memory, std::uint64_t bytes) const {
+        try_lock_host(memory, bytes).value();
+    }
+    void unlock_host(void *memory) const { try_unlock_host(memory).value(); }
 #endif
 
 private:

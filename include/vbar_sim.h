@@ -143,6 +143,12 @@ VbarStatus vbar_sim_stream_destroy(VbarDevice device, VbarStream stream);
 VbarStatus vbar_sim_stream_synchronize(VbarDevice device, VbarStream stream);
 
 /*
+ Makes later work on a stream wait for what was enqueued on another one by now, as an event does
+ that is recorded there. The call itself waits for nothing. Thread-safe.
+ */
+VbarStatus vbar_sim_stream_wait(VbarDevice device, VbarStream stream, VbarStream other);
+
+/*
  Nothing more runs on a stream until `vbar_sim_stream_release`. Thread-safe.
  */
 VbarStatus vbar_sim_stream_hold(VbarDevice device, VbarStream stream);

@@ -90,6 +90,10 @@ public:
     Result<void> try_synchronize() const {
         return Result<void>::of(vbar_sim_stream_synchronize(device_, stream_));
     }
+    // Later work here waits for what was enqueued on another stream by now.
+    Result<void> try_wait_for(vbar::Stream other) const {
+        return Result<void>::of(vbar_sim_stream_wait(device_, stream_, other.get()));
+    }
     // Nothing more runs until it is released.
     Result<void> try_hold() const {
         return Result<void>::of(vbar_sim_stream_hold(device_, stream_));
@@ -113,6 +117,7 @@ public:
 #if VBAR_HAS_EXCEPTIONS
     static Stream create(const Device &device) { return try_create(device).value(); }
     void synchronize() const { try_synchronize().value(); }
+    void wait_for(vbar::Stream other) const { try_wait_for(other).value(); }
     void hold() const { try_hold().value(); }
     void release() const { try_release().value(); }
     void begin_capture(CaptureMode mode = CaptureMode::global) const {

@@ -205,6 +205,9 @@ enum class ContextWaits : std::uint32_t {
 
 enum class Poison : std::uint32_t { off = VBAR_POISON_OFF, on = VBAR_POISON_ON };
 
+// Whether a frame is cleared before another page has it.
+enum class Scrub : std::uint32_t { off = VBAR_SCRUB_OFF, on = VBAR_SCRUB_ON };
+
 // What a range comes to that needs more device frames than it can have; `Fault::host_mapped`.
 enum class HostMapped : std::uint32_t { off = VBAR_HOST_MAPPED_OFF, on = VBAR_HOST_MAPPED_ON };
 
@@ -453,6 +456,8 @@ struct DeviceOptions {
     // Page-locked slots between file and device, at most 64; 0: 4.
     std::uint32_t staging_slot_count = 0;
     Poison poison = Poison::off;
+    // That of the first opening while the device is open.
+    Scrub scrub = Scrub::off;
     HostMapped host_mapped = HostMapped::off;
     // This and `host_allowance_bytes` are those of the first opening while the device is open.
     Prefer prefer = Prefer::automatic;
@@ -480,6 +485,7 @@ inline VbarDeviceOptions raw(const DeviceOptions &options) {
     raw.wait_timeout_ms = static_cast<std::uint64_t>(options.wait_timeout.count());
     raw.staging_slot_count = options.staging_slot_count;
     raw.poison = static_cast<std::uint32_t>(options.poison);
+    raw.scrub = static_cast<std::uint32_t>(options.scrub);
     raw.host_mapped = static_cast<std::uint32_t>(options.host_mapped);
     raw.prefer = static_cast<std::uint32_t>(options.prefer);
     if (options.host_allowance_bytes) {

@@ -39,7 +39,7 @@ cp "$target/release/libvbar.so" "$bundle/lib/libvbar.so"
     lib/libvbar.so*)
 
 mkdir -p "$bundle"/{examples,benches/torch_traces,tests/abi}
-cp benches/*.py "$bundle/benches"
+cp benches/*.py benches/soak.c benches/soak.h "$bundle/benches"
 cp -r benches/torch_traces/traces "$bundle/benches/torch_traces"
 cp -r include python_shim "$bundle"
 cp -r tests/python "$bundle/tests"

@@ -6,7 +6,17 @@
 #   MODEL_BYTES=16G BUDGET=8G MODEL=/tmp/vbar-model.safetensors ./device-run.sh [PART...]
 #
 # The parts are suite, programs, python, torch, examples, bench, stream and model; without a name,
-# all of them. One more has to be named, since it needs two GPUs and fails with fewer: distributed.
+# all of them. Others have to be named. `distributed` needs two GPUs and fails with fewer. `comfy`
+# needs a ComfyUI 0.33 at COMFY_TREE with what it imports, and takes the folder of the original
+# allocator as COMFY_ORIGINAL.
+#
+# Where a command may take ten minutes and no more: `due` runs what has to pass on one GPU within
+# DUE_SECONDS, several parts at once, prints a line for each, and packs what they said into
+# $OUT/due.tar.gz. `soak` starts benches/soak.py for SOAK_SECONDS, which goes on when this script
+# has ended; `soak-poll` waits SOAK_POLL_SECONDS for it at most, judges what there is, and copies
+# it to $OUT. SOAK has more of its options. Both in one go:
+#
+#   DUE_SECONDS=440 SOAK_START_SECONDS=40 OUT=/tmp/out ./device-run.sh due soak
 set -uo pipefail
 cd "$(dirname "$0")"
 model_bytes=${MODEL_BYTES:-16G}
@@ -18,7 +28,8 @@ step() {
     local limit=$1
     shift
     echo "== $*"
-    timeout "$limit" "$@"
+    # Below another time limit all of its processes have to be in one group.
+    timeout ${DUE_STEP:+--foreground} "$limit" "$@"
     local code=$?
     if [ "$code" -ne 0 ]; then
         echo "== FAILED with $code: $*"
@@ -90,6 +101,7 @@ torch() {
     step 560 python3 -u tests/python/test_torch_gpu.py
     step 560 python3 -u tests/python/test_torch_stream_gpu.py
     step 300 python3 -u tests/python/test_torch_memory_gpu.py
+    step 300 python3 -u tests/python/test_comfy_gpu.py
     step 200 python3 -u benches/torch_replay.py --tight benches/torch_traces/traces/*.gz
 }
 
@@ -103,6 +115,14 @@ examples() {
 # NCCL between two processes and within one, a model on two GPUs.
 distributed() {
     step 560 python3 -u tests/python/test_torch_distributed_gpu.py
+}
+
+# ComfyUI on vbar beside the original allocator and none: COMFY has more options of benches/comfy.py.
+comfy() {
+    : "${COMFY_TREE:?says where a ComfyUI 0.33 is}"
+    # shellcheck disable=SC2086
+    step 590 python3 -u benches/comfy.py "$COMFY_TREE" \
+        ${COMFY_ORIGINAL:+--original "$COMFY_ORIGINAL"} ${COMFY:-}
 }
 
 bench() {
@@ -125,21 +145,147 @@ model() {
     rm -f "$model"
 }
 
+# A part of `due`, or a command: what it prints goes into a file, and what became of it is a line:
+# NAME LIMIT COMMAND...
+due_step() {
+    local name=$1 limit=$2 began=$SECONDS left=$((due_until - SECONDS))
+    shift 2
+    if [ "$left" -lt 15 ]; then
+        echo "-- $name: left out, there is no time" | tee -a "$logs/failed"
+        return
+    fi
+    [ "$limit" -le "$left" ] || limit=$left
+    DUE_STEP=1 timeout -k 5 "$limit" "$@" >"$logs/$name.log" 2>&1
+    local code=$?
+    local line="-- $name: $((SECONDS - began)) s, ended with $code"
+    [ "$code" -ne 124 ] || line="$line: its time was over"
+    echo "$line"
+    [ "$code" -eq 0 ] || echo "$line" >>"$logs/failed"
+}
+
+# Classes of a file of tests: NAME LIMIT FILE CLASS...
+due_tests() {
+    local name=$1 limit=$2 file=$3
+    shift 3
+    due_step "$name" "$limit" python3 -u "tests/python/$file" "$@"
+}
+
+due_part() {
+    due_step "$1" "$2" "./${0##*/}" "$1"
+}
+
+due() {
+    logs=$(mktemp -d)
+    due_until=$((SECONDS + ${DUE_SECONDS:-500}))
+    # None of these wants the whole card, or looks at the clock.
+    { due_part programs 200; due_part python 120; } &
+    due_tests torch-stream 300 test_torch_stream_gpu.py Stream &
+    {
+        due_tests torch-transformers 200 test_torch_stream_gpu.py Transformers
+        due_tests torch-graphs 120 test_torch_gpu.py Graphs Installing
+    } &
+    {
+        due_tests torch-ends 120 test_torch_memory_gpu.py Ends Temporaries
+        due_tests torch-streams 120 test_torch_gpu.py Ends Streams Operators
+    } &
+    wait
+    # These fill it, compare what is free, or measure.
+    due_part suite 200
+    due_tests torch-requests 120 test_torch_gpu.py Requests Statistics Pools Memory Speed
+    due_tests torch-books 60 test_torch_memory_gpu.py Books
+    due_tests comfy 120 test_comfy_gpu.py
+    due_step torch-stream-bench 120 python3 -u benches/torch_stream.py --quick
+    due_step replay 120 python3 -u benches/torch_replay.py benches/torch_traces/traces/*.gz
+    due_step stream-bench 120 \
+        python3 -u benches/stream.py --workloads equal --budgets 25,50 --rounds 3
+    due_tests torch-large 120 test_torch_memory_gpu.py Large
+    # Slow by its nature, so that it takes what is left.
+    if declare -F sanitizer >/dev/null; then due_part sanitizer 300; fi
+    if [ -s "$logs/failed" ]; then
+        failed=1
+        # The ends of what failed: the rest is in the archive.
+        sed -n 's/^-- \([^:]*\): .*ended.*/\1/p' "$logs/failed" | while read -r name; do
+            echo "== the end of $name"
+            tail -n 15 "$logs/$name.log"
+        done
+    fi
+    tar -czf "${OUT:-.}/due.tar.gz" -C "$logs" . && rm -r "$logs"
+}
+
+soak_folder=${SOAK_FOLDER:-/tmp/vbar-soak}
+
+# Whether it is there and no zombie.
+soak_runs() {
+    [ -e "$soak_folder/pid" ] &&
+        grep -qs '^State:[[:space:]]*[^ZX[:space:]]' "/proc/$(cat "$soak_folder/pid")/status"
+}
+
+soak() {
+    if soak_runs; then
+        echo "== a soak is running already: process $(cat "$soak_folder/pid")"
+        failed=1
+        return
+    fi
+    rm -rf "$soak_folder"
+    mkdir -p "$soak_folder"
+    # In a session of its own: what ends this script does not end it.
+    # shellcheck disable=SC2086
+    setsid nohup python3 -u benches/soak.py --seconds "${SOAK_SECONDS:-900}" \
+        --jsonl "$soak_folder/soak.jsonl" --json "$soak_folder/verdict.json" \
+        --svg "$soak_folder/soak.svg" ${SOAK:-} >"$soak_folder/soak.log" 2>&1 </dev/null &
+    echo $! >"$soak_folder/pid"
+    # Whatever is missing shows before the first sample, which takes a minute or two.
+    for ((waited = 0; waited < ${SOAK_START_SECONDS:-400}; waited++)); do
+        if grep -qs '"sample"' "$soak_folder/soak.jsonl"; then
+            echo "== a soak is running: process $(cat "$soak_folder/pid"), $soak_folder"
+            return
+        fi
+        soak_runs || break
+        sleep 1
+    done
+    if soak_runs; then
+        echo "== a soak has started, and has no sample yet: process $(cat "$soak_folder/pid")"
+        return
+    fi
+    echo "== FAILED: the soak has no sample"
+    tail -n 30 "$soak_folder/soak.log"
+    failed=1
+}
+
+soak-poll() {
+    for ((waited = 0; waited < ${SOAK_POLL_SECONDS:-0}; waited++)); do
+        soak_runs || break
+        sleep 1
+    done
+    local running=no
+    if soak_runs; then running=yes; fi
+    tail -n 5 "$soak_folder/soak.log"
+    python3 benches/soak.py --report "$soak_folder/soak.jsonl" --json "$soak_folder/verdict.json" \
+        --svg "$soak_folder/soak.svg"
+    local code=$?
+    [ -z "${OUT:-}" ] || cp "$soak_folder"/soak.{jsonl,svg,log} "$soak_folder/verdict.json" "$OUT"
+    # Too few samples while it runs are no failure.
+    if [ "$code" -ne 0 ] && ! { [ "$code" -eq 3 ] && [ "$running" = yes ]; }; then failed=1; fi
+}
+
 parts=("$@")
 [ "${#parts[@]}" -gt 0 ] || parts=(suite programs python torch examples bench stream model)
 for part in "${parts[@]}"; do
     case $part in
-    suite | programs | python | torch | examples | distributed | bench | stream | model) ;;
+    suite | programs | python | torch | examples | distributed | comfy | bench | stream | model) ;;
+    due | soak | soak-poll) ;;
     *)
         echo "== there is no part $part: suite, programs, python, torch, examples, distributed," \
-            "bench, stream, model" >&2
+            "comfy, bench, stream, model, due, soak, soak-poll" >&2
         exit 2
         ;;
     esac
 done
-chmod +x device faults c_abi engine-rust smallest-rust own-weights-rust vbar
+[ -n "${DUE_STEP:-}" ] ||
+    chmod +x "${0##*/}" device faults c_abi engine-rust smallest-rust own-weights-rust vbar
 export VBAR_LIBRARY=$PWD/lib/libvbar.so PYTHONPATH=$PWD/python_shim PYTHONDONTWRITEBYTECODE=1
-if ! timeout 20 ./vbar doctor; then
+# A part of another run of this script was preceded by that.
+if [ -z "${DUE_STEP:-}" ] && ! timeout 20 ./vbar doctor; then
     echo "== no usable GPU here: nothing was run" >&2
     exit 1
 fi

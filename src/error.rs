@@ -125,7 +125,16 @@ impl Error {
     /// An error of a system call on `what`, usually a file's path.
     #[must_use]
     pub fn io(what: impl fmt::Display, error: &std::io::Error) -> Self {
-        Self::new(ErrorCode::Io, format!("{what}: {error}"))
+        let text = match error.raw_os_error() {
+            Some(libc::EMFILE) => {
+                format!("{what}: {error}: the process has as many open as it may; raise ulimit -n")
+            }
+            Some(libc::EACCES | libc::EPERM) => {
+                format!("{what}: {error}: this user may not")
+            }
+            _ => format!("{what}: {error}"),
+        };
+        Self::new(ErrorCode::Io, text)
     }
 }
 
@@ -193,6 +202,14 @@ mod tests {
         assert!(error.is_transient());
         let error = Error::new(ErrorCode::Io, "no such file");
         assert!(error.driver_code().is_none() && !error.is_transient());
+    }
+
+    #[test]
+    fn what_a_user_can_do_about_a_system_call_is_told() {
+        let of = |code| Error::io("m", &std::io::Error::from_raw_os_error(code)).to_string();
+        assert!(of(libc::EMFILE).ends_with("raise ulimit -n"), "{}", of(libc::EMFILE));
+        assert!(of(libc::EACCES).contains("(os error 13): this user may not"));
+        assert_eq!(of(libc::ENOENT), "m: No such file or directory (os error 2)");
     }
 
     #[test]

@@ -68,7 +68,7 @@ fn compare_numbers(left: &[u8], right: &[u8]) -> Ordering {
     left.len().cmp(&right.len()).then_with(|| left.cmp(right))
 }
 
-#[cfg(test)]
+#[cfg(all(test, not(vbar_loom)))]
 mod tests {
     use proptest::prelude::*;
 

@@ -46,6 +46,31 @@ pub enum Poison {
 /// came from; as integers they are -1.
 pub const POISON_BYTE: u8 = 0xFF;
 
+/// Whether a frame is cleared before its bytes can be seen at another address.
+///
+/// Frames go from one page to the next without a word to the driver, and what was in them is there
+/// until it is written over: bytes of another VBAR, of another owner's tensors. Clearing happens on
+/// the device and in the order of the stream, before the page can be used: one `cuMemsetD8Async`
+/// for each run of pages that come together, and nobody waits for it.
+///
+/// It is about this process. What goes back to the driver is the driver's to clear: NVIDIA's kernel
+/// module does, when memory is freed, unless it was told not to (`bScrubOnFreeEnabled` in its
+/// source, the registry key `RMDisableScrubOnFree`). CUDA's documentation promises nothing, so with
+/// this option new frames are cleared too.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub enum Scrub {
+    /// It is not: whoever gets a page that it writes itself finds what was in the frame.
+    #[default]
+    Off,
+    /// Every frame that a page gets is cleared first, new ones included, for weights that the
+    /// program writes and for PyTorch's tensors alike; of a page that is filled from files what
+    /// they do not fill. A block of PyTorch's that is freed and given out again stays as it is, as
+    /// with PyTorch's own allocator: both are one owner's; so do its blocks on a device without
+    /// virtual memory management, each of which the driver gives and takes. A page that is faulted
+    /// without a stream is cleared on the fill stream, which is made for it.
+    On,
+}
+
 /// Options of a runtime. `Default` suits one program on one device.
 #[derive(Clone, Debug)]
 pub struct RuntimeOptions {
@@ -63,6 +88,8 @@ pub struct RuntimeOptions {
     pub eviction: Eviction,
     /// What a read finds through an address whose page was evicted.
     pub poison: Poison,
+    /// Whether frames are cleared before another page has them.
+    pub scrub: Scrub,
     /// Whether the CPU may wait for the whole context when no fence covers a page that must go.
     pub context_waits: ContextWaits,
     /// Longest time that a wait of one kind takes in a call, then `TimedOut`; what it is at first,
@@ -174,6 +201,7 @@ impl Default for RuntimeOptions {
             context: None,
             eviction: Eviction::Aliasing,
             poison: Poison::Off,
+            scrub: Scrub::Off,
             context_waits: ContextWaits::Allowed,
             wait_timeout: Duration::from_secs(30),
             poll_interval: Duration::from_millis(10),

@@ -1,5 +1,5 @@
 //! Two facts about the process: it has forked, it is exiting. And what the library's own threads
-//! owe to it.
+//! owe to it. And which variables of the environment it may heed.
 //!
 //! After either, no driver call may be made: a forked child has no usable context, and at exit the
 //! driver may be gone already. [`ending`] is asked by every entry and costs about a nanosecond. The
@@ -16,6 +16,7 @@
 
 #![expect(unsafe_code, reason = "atexit, signal masks, an atomic in a mapping the kernel writes")]
 
+use std::ffi::OsString;
 use std::sync::Once;
 use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU8, AtomicU32, Ordering, fence};
 use std::thread::JoinHandle;
@@ -152,10 +153,39 @@ fn asked() -> &'static AtomicU8 {
 /// `ProcessEnding`.
 #[inline]
 pub fn check() -> Result<()> {
-    if ending() {
-        return Err(Error::new(ErrorCode::ProcessEnding, "the process is ending or forked"));
+    if ending() { Err(ended()) } else { Ok(()) }
+}
+
+/// The two are one code: nothing can be done after either.
+#[cold]
+fn ended() -> Error {
+    let text = match is_forked() {
+        true => {
+            "the process is ending or forked: it is the child of a fork, and CUDA stays with the \
+             process that opened it; start workers with spawn or exec, or open devices after the \
+             fork"
+        }
+        false => "the process is ending or forked: it exits, and nothing is done any more",
+    };
+    Error::new(ErrorCode::ProcessEnding, text)
+}
+
+/// A variable of the environment that is set to something, in a process whose user may say what it
+/// does. Where the kernel raised its rights at its start, by a setuid or setgid bit or by
+/// capabilities of its file (`AT_SECURE`, getauxval(3)), the environment is another user's and
+/// counts for nothing: it would choose what is written, and where.
+#[must_use]
+pub fn variable(name: &str) -> Option<OsString> {
+    if is_privileged() {
+        return None;
     }
-    Ok(())
+    std::env::var_os(name).filter(|text| !text.is_empty())
+}
+
+/// Whether the process has rights that its user has not.
+fn is_privileged() -> bool {
+    // SAFETY: reads the auxiliary vector of the process, which never changes.
+    unsafe { libc::getauxval(libc::AT_SECURE) != 0 }
 }
 
 extern "C" fn on_exit() {
@@ -244,10 +274,11 @@ fn fork_flag() -> Option<&'static AtomicU8> {
     if unsafe { libc::madvise(start, 1, libc::MADV_WIPEONFORK) } != 0 {
         return None;
     }
+    let byte = page.as_mut_ptr();
     // The mapping is never unmapped: the flag is asked until the process ends.
-    let page: &'static mut memmap2::MmapMut = Box::leak(Box::new(page));
+    std::mem::forget(page);
     // SAFETY: the pointer is to one byte of a leaked, writable mapping that only this atomic uses.
-    let flag = unsafe { AtomicU8::from_ptr(page.as_mut_ptr()) };
+    let flag = unsafe { AtomicU8::from_ptr(byte) };
     flag.store(ALIVE, Ordering::Relaxed);
     Some(flag)
 }

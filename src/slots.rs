@@ -12,6 +12,8 @@
 //! A slot whose generations are used up is not used again. Knows nothing of what is stored.
 
 mod barrier;
+#[cfg(all(test, vbar_loom))]
+mod every_order;
 mod handles;
 pub mod thread;
 mod tokens;

@@ -22,7 +22,7 @@ mod sources;
 #[path = "install/tree.rs"]
 mod tree;
 
-use programs::Program;
+use programs::{Leaks, Program};
 use tree::{Tree, need, root, run};
 
 /// Warnings that users have, all of them errors.
@@ -294,18 +294,9 @@ fn programs_are_clean_under_memcheck() {
         for program in programs {
             let file = folder.path().join(program.name);
             let mut compile = Command::new(program.compiler());
-            compile.arg(program.standard()).args(WARNINGS).arg("-g").current_dir(root());
-            compile.args(program.sources).arg("-o").arg(&file);
-            compile.arg("-I").arg(tree.place("include")).arg("-L").arg(tree.place("lib"));
-            run(compile.args(["-lvbar", "-ldl", "-pthread"]));
-            let mut valgrind = Command::new("valgrind");
-            valgrind.args(["-q", "--error-exitcode=99"]).args(program.leaks.options());
-            // Threads take turns: else one that calls without end keeps the others from running.
-            valgrind.arg("--fair-sched=try");
-            let suppressions = root().join("tests/abi/valgrind.supp");
-            valgrind.arg(format!("--suppressions={}", suppressions.display()));
-            valgrind.arg(&file);
-            program.check(tree, valgrind);
+            compile.arg(program.standard()).args(WARNINGS).current_dir(root());
+            run(linked(&mut compile, program.sources, &file));
+            program.check(tree, memcheck(program.leaks, &file));
         }
     };
     // Two at a time: the longest one is as long as all others.
@@ -315,6 +306,67 @@ fn programs_are_clean_under_memcheck() {
         scope.spawn(|| checked(&long));
         checked(&others);
     });
+}
+
+/// Has a compiler link a program that memcheck is to run with the installed library. One that loads
+/// the library by itself is not linked to it.
+fn linked<'a>(compile: &'a mut Command, sources: &[&str], file: &Path) -> &'a mut Command {
+    let tree = installed();
+    compile.arg("-g").args(sources).arg("-o").arg(file);
+    compile.arg("-I").arg(tree.place("include")).arg("-L").arg(tree.place("lib"));
+    compile.args(["-Wl,--as-needed", "-lvbar", "-ldl", "-pthread"])
+}
+
+/// What memcheck ends a program with that it has found something in.
+const FOUND: i32 = 99;
+
+/// Runs a program under memcheck: an error, and what `leaks` says, ends it with [`FOUND`].
+fn memcheck(leaks: Leaks, file: &Path) -> Command {
+    let mut valgrind = Command::new("valgrind");
+    valgrind.arg("-q").arg(format!("--error-exitcode={FOUND}")).args(leaks.options());
+    // Threads take turns: else one that calls without end keeps the others from running.
+    valgrind.arg("--fair-sched=try");
+    let suppressions = root().join("tests/abi/valgrind.supp");
+    valgrind.arg(format!("--suppressions={}", suppressions.display())).arg(file);
+    valgrind
+}
+
+/// The same options find what is wrong: a check that cannot fail says nothing.
+#[test]
+#[ignore = "make test-install"]
+fn memcheck_finds_what_is_wrong_with_a_program() {
+    need("valgrind", "valgrind");
+    let folder = TempDir::new().unwrap();
+    for (name, text) in programs::WRONG {
+        let (source, file) = (folder.path().join(format!("{name}.c")), folder.path().join(name));
+        fs::write(&source, text).unwrap();
+        // Their mistakes are some that a compiler may see too.
+        let mut compile = Command::new("cc");
+        run(linked(compile.args(["-O0", "-w"]), &[source.to_str().unwrap()], &file));
+        let mut command = memcheck(Leaks::Told, &file);
+        command.env("LD_LIBRARY_PATH", installed().lib());
+        let output = command.env("VBAR_DRIVER", "sim:capacity=64M,address_space=8G").output();
+        let output = output.unwrap();
+        let said = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(FOUND), "{name}: {said}");
+    }
+}
+
+#[test]
+#[ignore = "make test-install"]
+fn every_program_is_checked_or_it_is_said_why_not() {
+    let checked: BTreeSet<&str> =
+        programs::CHECKED.iter().flat_map(|program| program.sources).copied().collect();
+    for folder in ["tests/abi", "examples"] {
+        for file in fs::read_dir(root().join(folder)).unwrap() {
+            let path = file.unwrap().path();
+            let is_program = path.extension().is_some_and(|it| it == "c" || it == "cpp")
+                && fs::read_to_string(&path).unwrap().contains("\nint main(");
+            let name = path.strip_prefix(root()).unwrap().to_str().unwrap();
+            let is_excused = programs::UNCHECKED.iter().any(|(it, _)| *it == name);
+            assert!(!is_program || checked.contains(name) != is_excused, "{name}");
+        }
+    }
 }
 
 fn files_below(folder: &Path) -> BTreeSet<PathBuf> {

@@ -57,6 +57,9 @@ files! {
     test_errors
     test_faults
     test_ahead
+    test_comfy
+    test_comfy_start
+    test_comfy_traces
     test_garbage
     test_header
     test_interrupt
@@ -65,6 +68,7 @@ files! {
     test_shared
     test_signals
     test_sim
+    test_soak
     test_torch_install
     test_torch_plug
     test_torch_record

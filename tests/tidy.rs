@@ -55,6 +55,8 @@ const ROWS: &[(&str, u32)] = &[
 /// The only files that may hold unsafe code.
 const UNSAFE: &[&str] = &[
     "src/process.rs",
+    "src/copy/staging/every_order.rs",
+    "src/memory/page_table/every_order.rs",
     "src/slots/barrier.rs",
     "src/slots/handles.rs",
     "src/slots/tokens.rs",
@@ -79,6 +81,7 @@ const UNSAFE: &[&str] = &[
     "src/ffi/torch/numbers.rs",
     "src/ffi/torch/record.rs",
     "src/ffi/torch/throw.rs",
+    "src/ffi/transfer.rs",
     "src/ffi/value.rs",
     "src/ffi/wait.rs",
     "src/sync/clock.rs",
@@ -88,6 +91,7 @@ const UNSAFE: &[&str] = &[
     "src/host/memory.rs",
     "src/host/pageable.rs",
     "src/driver/mod.rs",
+    "src/driver/modelled.rs",
     "src/driver/sys.rs",
     "src/driver/cuda/mod.rs",
     "src/driver/cuda/graph.rs",
@@ -162,8 +166,9 @@ fn modules_import_only_from_lower_rows() {
     let mut wrong = Vec::new();
     for path in sources("src") {
         let module = module_of(&path);
-        // The crate's root and files that only list a folder's modules have no row.
-        let lists_only = ["lib", "memory", "copy", "model", "host"].contains(&module.as_str());
+        // The crates' roots and files that only list a folder's modules have no row.
+        let lists_only =
+            ["lib", "every_order", "memory", "copy", "model", "host"].contains(&module.as_str());
         if lists_only || module.starts_with("bin") {
             continue;
         }
@@ -320,5 +325,55 @@ fn every_scenario_has_its_tests_or_says_why_not() {
             let is_there = row.iter().any(|named| means(named, path, test));
             assert!(is_there, "docs/scenarios.md lacks {path}::{test} in row {number}");
         }
+    }
+}
+
+/// The texts of the library, as they are when their lines are joined.
+fn texts() -> String {
+    let mut all = String::new();
+    for path in sources("src") {
+        let text = fs::read_to_string(&path).unwrap();
+        let mut lines = text.lines();
+        while let Some(line) = lines.next() {
+            // A backslash at the end of a line joins it with the next one, without its indentation.
+            match line.strip_suffix('\\') {
+                Some(begun) => {
+                    all.push_str(if all.ends_with('\n') { begun } else { begun.trim_start() })
+                }
+                None if all.ends_with('\n') || all.is_empty() => all.push_str(line),
+                None => all.push_str(line.trim_start()),
+            }
+            if !line.ends_with('\\') {
+                all.push('\n');
+            }
+        }
+    }
+    let shim = Path::new(env!("CARGO_MANIFEST_DIR")).join("python_shim/vbar/_library.py");
+    all + &fs::read_to_string(shim).unwrap()
+}
+
+/// What a document quotes of messages is what they say: the pieces between names and numbers, in
+/// their order, close to each other.
+#[test]
+fn the_messages_that_are_explained_are_those_of_the_source() {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let document = fs::read_to_string(folder.join("docs/messages.md")).unwrap();
+    let texts = texts();
+    let mut count = 0;
+    for quoted in document.lines().filter_map(|line| line.strip_prefix("> ")) {
+        count += 1;
+        for piece in quoted.trim_matches('`').split('…').map(|piece| piece.trim()) {
+            let piece = piece.trim_start_matches(": ").trim_start_matches("; ");
+            assert!(piece.len() < 3 || texts.contains(piece), "no message has '{piece}': {quoted}");
+        }
+    }
+    assert!(count > 20, "{count} messages are explained");
+    let reasons = fs::read_to_string(folder.join("src/outcome.rs")).unwrap();
+    let reasons = reasons.split("Reason {").nth(1).unwrap().split("\n    }").next().unwrap();
+    for word in reasons.split('"').skip(1).step_by(2) {
+        assert!(
+            document.contains(&format!("\n| `{word}` |")),
+            "the reason {word} is not explained"
+        );
     }
 }

@@ -43,6 +43,9 @@ THREADS_OFF = 2
 
 POISON_OFF = 0
 POISON_ON = 1
+
+SCRUB_OFF = 0
+SCRUB_ON = 1
 HOST_MAPPED_OFF = 0
 HOST_MAPPED_ON = 1
 
@@ -86,6 +89,8 @@ class DeviceOptions(ctypes.Structure):
         ("host_mapped", c_uint32),
         ("prefer", c_uint32),
         ("host_allowance_bytes", c_uint64),
+        ("scrub", c_uint32),
+        ("reserved", c_uint32),
     ]
 
 
@@ -304,6 +309,11 @@ FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
         Status,
         [Device, POINTER(Range), POINTER(c_size_t), c_size_t],
     ),
+    "vbar_device_read_file": (Status, [Device, c_int32, c_uint64, c_uint64, c_uint64, Stream]),
+    "vbar_device_write_file": (Status, [Device, c_int32, c_uint64, c_uint64, c_uint64, Stream]),
+    "vbar_device_copy_from_host": (Status, [Device, c_void_p, c_uint64, c_uint64, Stream]),
+    "vbar_device_lock_host": (Status, [Device, c_void_p, c_uint64]),
+    "vbar_device_unlock_host": (Status, [Device, c_void_p]),
     "vbar_thread_set_wait_check": (Status, [c_void_p, c_void_p]),
     "vbar_stream_retire": (Status, [Device, Stream]),
     "vbar_bar_create": (Status, [Device, c_uint64, POINTER(Bar)]),

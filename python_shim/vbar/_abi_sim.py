@@ -33,6 +33,7 @@ FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "vbar_sim_stream_create": (Status, [Device, POINTER(Stream)]),
     "vbar_sim_stream_destroy": (Status, [Device, Stream]),
     "vbar_sim_stream_synchronize": (Status, [Device, Stream]),
+    "vbar_sim_stream_wait": (Status, [Device, Stream, Stream]),
     "vbar_sim_stream_hold": (Status, [Device, Stream]),
     "vbar_sim_stream_release": (Status, [Device, Stream]),
     "vbar_sim_launch_checksum": (

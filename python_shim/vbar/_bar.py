@@ -10,7 +10,7 @@ from typing import Any, Iterable, Sequence, Union
 from . import _abi, _memory
 from ._call import call
 from ._closeable import Closeable
-from ._device import Device, asked_bytes, c_path, freed_of
+from ._device import Device, asked_bytes, c_path, descriptor_of, freed_of
 from ._errors import InvalidArgument
 from ._guard import Busy, Guard, Offloaded, Pins, Refill, fault_of
 from ._memory import MemorySource
@@ -358,16 +358,3 @@ def _segment_of(segment: Segment) -> _abi.BindSegment:
         bytes=unsigned(segment[2], "nbytes"),
         source=unsigned(segment[3], "source", _U32_MAX) if len(segment) > 3 else 0,
     )
-
-
-def descriptor_of(source: Any) -> int:
-    """The descriptor that something is, or has.
-
-    Raises:
-        InvalidArgument: it has none.
-    """
-    fileno = getattr(source, "fileno", None)
-    descriptor = fileno() if callable(fileno) else source
-    if isinstance(descriptor, bool) or not isinstance(descriptor, int):
-        raise InvalidArgument(f"{source!r} is no path and no descriptor")
-    return unsigned(descriptor, "a descriptor", (1 << 31) - 1)

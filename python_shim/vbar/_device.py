@@ -58,6 +58,9 @@ class Device(Closeable):
         context_waits: whether a call may wait for the whole context.
         poison: keeps a frame of a pattern that no weight has behind evicted pages, so that a use
             after its guard's end reads that and does not cost the context. For debugging.
+        scrub: clears a frame on the device before another page has it, so that neither a weight
+            that you write nor a tensor of torch finds bytes of an earlier one. It is that of the
+            first opening while the device is open.
         host_mapped: gives a range that needs more device frames than it can have page-locked host
             memory, which the device reads over the link: its guard is true and has the reason
             ``HOST_MAPPED``.
@@ -93,6 +96,7 @@ class Device(Closeable):
         eviction: Eviction = Eviction.ALIASING,
         context_waits: ContextWaits = ContextWaits.NEVER,
         poison: bool = False,
+        scrub: bool = False,
         host_mapped: bool = False,
         prefer: Prefer | str = Prefer.AUTO,
         host_allowance: Size | None = None,
@@ -110,6 +114,7 @@ class Device(Closeable):
             eviction=eviction,
             context_waits=context_waits,
             poison=poison,
+            scrub=scrub,
             host_mapped=host_mapped,
             prefer=prefer,
             host_allowance=host_allowance,
@@ -305,6 +310,71 @@ class Device(Closeable):
         """Tell the library that a stream is about to be destroyed; it must still be valid."""
         call(self._lib.vbar_stream_retire, self._id, handle_of(stream, self._torch_ordinal))
 
+    def read_file(
+        self, file: Any, file_offset: int, nbytes: int, target: int, stream: Stream = None
+    ) -> None:
+        """Read bytes of an open file to a device address, by copies on ``stream``.
+
+        Returns when the last copy is enqueued. Whatever is behind the address, pinned as a rule,
+        stays until they are done.
+
+        Args:
+            file: a descriptor, or something that has one.
+            file_offset: first byte in the file.
+            nbytes: length in bytes.
+            target: device address of the first byte.
+            stream: as for :meth:`vbar.Bar.fault`.
+
+        Raises:
+            FileError: it cannot be read, or ends before.
+            Unsupported: the stream is being captured.
+        """
+        told = _moved(file, file_offset, nbytes, target)
+        handle = handle_of(stream, self._torch_ordinal)
+        call(self._lib.vbar_device_read_file, self._id, *told, handle)
+
+    def write_file(
+        self, file: Any, file_offset: int, nbytes: int, source: int, stream: Stream = None
+    ) -> None:
+        """Write bytes of the device to an open file, as they are behind what was enqueued on
+        ``stream``. Returns when the file has them. As :meth:`read_file` otherwise.
+        """
+        told = _moved(file, file_offset, nbytes, source)
+        handle = handle_of(stream, self._torch_ordinal)
+        call(self._lib.vbar_device_write_file, self._id, *told, handle)
+
+    def copy_from_host(self, address: int, nbytes: int, target: int, stream: Stream = None) -> None:
+        """Enqueue a copy of host memory to a device address on ``stream``.
+
+        Args:
+            address: of the first byte on the host. Memory that is page-locked stays as it is until
+                the copy is done; other memory is read before this returns.
+            nbytes: length in bytes.
+            target: device address of the first byte.
+            stream: as for :meth:`vbar.Bar.fault`.
+        """
+        told = unsigned(address, "address"), unsigned(nbytes, "nbytes"), unsigned(target, "target")
+        handle = handle_of(stream, self._torch_ordinal)
+        call(self._lib.vbar_device_copy_from_host, self._id, *told, handle)
+
+    def lock_host(self, address: int, nbytes: int) -> None:
+        """Page-lock memory of the program's own, which stays mapped until :meth:`unlock_host`.
+
+        Raises:
+            DriverError: it is locked already, or cannot be.
+        """
+        told = unsigned(address, "address"), unsigned(nbytes, "nbytes")
+        call(self._lib.vbar_device_lock_host, self._id, *told)
+
+    def unlock_host(self, address: int) -> None:
+        """End the page-lock of memory that begins at ``address``, whoever in this process locked
+        it. Waits for running kernels; no copy of it is pending.
+
+        Raises:
+            NotFound: no locked memory begins there.
+        """
+        call(self._lib.vbar_device_unlock_host, self._id, unsigned(address, "address"))
+
     def statistics(self) -> Statistics:
         """Everything that is counted, consistent while others work."""
         told = _abi.Statistics(size=ctypes.sizeof(_abi.Statistics))
@@ -354,6 +424,7 @@ def options_of(
     eviction: Eviction = Eviction.ALIASING,
     context_waits: ContextWaits = ContextWaits.NEVER,
     poison: bool = False,
+    scrub: bool = False,
     host_mapped: bool = False,
     prefer: Prefer | str = Prefer.AUTO,
     host_allowance: Size | None = None,
@@ -373,6 +444,7 @@ def options_of(
         eviction=Eviction(eviction),
         context_waits=ContextWaits(context_waits),
         poison=_abi.POISON_ON if poison else _abi.POISON_OFF,
+        scrub=_abi.SCRUB_ON if scrub else _abi.SCRUB_OFF,
         host_mapped=_abi.HOST_MAPPED_ON if host_mapped else _abi.HOST_MAPPED_OFF,
         prefer=_prefer_option(prefer),
         host_allowance_bytes=_allowance_option(host_allowance),
@@ -425,6 +497,25 @@ def _count_option(count: int | None, what: str) -> int:
     if count is None:
         return 0
     return unsigned(count, what, _U32_MAX)
+
+
+def _moved(file: Any, file_offset: int, nbytes: int, address: int) -> tuple[int, int, int, int]:
+    """What a copy between file and device is told."""
+    at, size = unsigned(file_offset, "file_offset"), unsigned(nbytes, "nbytes")
+    return descriptor_of(file), at, size, unsigned(address, "a device address")
+
+
+def descriptor_of(source: Any) -> int:
+    """The descriptor that something is, or has.
+
+    Raises:
+        InvalidArgument: it has none.
+    """
+    fileno = getattr(source, "fileno", None)
+    descriptor = fileno() if callable(fileno) else source
+    if isinstance(descriptor, bool) or not isinstance(descriptor, int):
+        raise InvalidArgument(f"{source!r} is no path and no descriptor")
+    return unsigned(descriptor, "a descriptor", (1 << 31) - 1)
 
 
 def asked_bytes(nbytes: Size | None) -> int:

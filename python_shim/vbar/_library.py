@@ -1,6 +1,8 @@
 """The native library: found, loaded once, its ABI version compared before anything else is called.
 
-Owns the only ``CDLL``. ``VBAR_LIBRARY`` names another file than the one beside the package.
+Owns the only ``CDLL``. ``VBAR_LIBRARY`` names another file than the one beside the package, by its
+whole path: a name alone would be looked for, and ``./`` depends on where the program was started. A
+process that has rights which its user has not takes no library from its environment.
 """
 
 from __future__ import annotations
@@ -13,6 +15,9 @@ from typing import Any, Mapping
 
 from . import _abi
 from ._errors import AbiError
+
+#: Of <sys/auxv.h>.
+_AT_SECURE = 23
 
 _lock = threading.Lock()
 _library: ctypes.CDLL | None = None
@@ -52,7 +57,18 @@ def status_text(status: int) -> str:
 
 def _path() -> str:
     named = os.environ.get("VBAR_LIBRARY")
-    return named or str(pathlib.Path(__file__).with_name("libvbar.so"))
+    if not named or _is_privileged():
+        return str(pathlib.Path(__file__).resolve().with_name("libvbar.so"))
+    if not os.path.isabs(named):
+        raise AbiError(f"VBAR_LIBRARY is {named}: name the library by its whole path, from /")
+    return named
+
+
+def _is_privileged() -> bool:
+    """Whether the kernel raised the process's rights at its start, getauxval(3)."""
+    getauxval = ctypes.CDLL(None).getauxval
+    getauxval.restype, getauxval.argtypes = ctypes.c_ulong, [ctypes.c_ulong]
+    return bool(getauxval(_AT_SECURE))
 
 
 def _open(path: str) -> ctypes.CDLL:

@@ -9,10 +9,10 @@ import os
 from typing import Any, Iterable, Iterator, Mapping, Union
 
 from . import _abi
-from ._bar import Bar, descriptor_of
+from ._bar import Bar
 from ._call import call, text_of
 from ._closeable import Closeable
-from ._device import Device, c_path, c_text
+from ._device import Device, c_path, c_text, descriptor_of
 from ._dtypes import Dtype
 from ._guard import Guard, Offloaded, Pins, fault_of
 from ._owner import Owned

@@ -92,6 +92,10 @@ class Stream(Closeable):
         """Wait until everything that was enqueued has run."""
         call(self._lib.vbar_sim_stream_synchronize, self._device, self.handle)
 
+    def wait_for(self, other: AnyStream) -> None:
+        """Let later work here wait for what was enqueued on another stream by now."""
+        call(self._lib.vbar_sim_stream_wait, self._device, self.handle, _handle(other))
+
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
         """A block in which nothing more runs on the stream."""

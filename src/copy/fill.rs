@@ -243,12 +243,17 @@ impl Filler {
         drop(stopped);
     }
 
+    /// The threads that read, where there are some.
+    pub(super) fn readers(&self) -> Option<Arc<Readers>> {
+        self.readers.lock().clone()
+    }
+
     /// Begins the jobs: where threads read, they do so from now on. What comes of it is for
     /// [`Pipeline::run`]; dropped before that, nothing does.
     #[must_use = "nothing is copied before it is run"]
     pub fn begin(&self, jobs: Vec<FillJob>) -> Pipeline<'_> {
         *self.busy_at.lock() = Instant::now();
-        let readers = self.readers.lock().clone();
+        let readers = self.readers();
         if readers.is_none() && self.staging.slot_count() > 0 && self.room.excess_bytes() > 0 {
             // Nobody else looks after it. Where it cannot be, the slots stay until the next time.
             let _ = self.housekeep();
@@ -516,7 +521,10 @@ fn make_ring(
     if count == 0 {
         let error = Error::new(
             crate::error::ErrorCode::HostMemory,
-            "the allowance of page-locked memory has no room for one slot",
+            format!(
+                "of {} bytes that may be page-locked there is no room for one slot of {slot_bytes}",
+                room.allowance_bytes()
+            ),
         );
         tell_slower(&error);
         return (Staging::empty(slot_bytes), true);
@@ -539,7 +547,9 @@ fn make_ring(
 }
 
 fn tell_slower(error: &Error) {
-    log::warn!("{error}; copies to the device are slower without");
+    log::warn!(
+        "{error}; copies to the device are slower without; `vbar doctor` tells what bounds it"
+    );
 }
 
 impl Drop for Filler {

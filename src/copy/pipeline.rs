@@ -154,7 +154,7 @@ impl<'a> Pipeline<'a> {
                 return Err(Error::new(ErrorCode::Internal, text));
             }
         }
-        Ok(())
+        filler.scrub(&self.jobs[job])
     }
 
     /// Begins as many spans as have a place; in a hurry, one at least.
@@ -285,6 +285,7 @@ impl<'a> Pipeline<'a> {
         let pieces = pieces(span, pad, cut);
         let origins = pieces.iter().map(|piece| Origin::of(bound.source(piece.file)));
         let origins = origins.collect::<Result<Vec<_>>>()?;
+        self.filler.scrub_slot(place.memory(), pad + span.len(), &pieces);
         let parts = place.memory().lend(pieces.iter().map(|piece| piece.place.clone()));
         let read = SpanRead::new(pieces.len(), span, bound, after);
         let each = pieces.into_iter().zip(parts).zip(origins).enumerate();

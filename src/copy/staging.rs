@@ -3,6 +3,9 @@
 //! A thread takes a slot, fills it, enqueues its copy, records a fence and gives the slot back with
 //! the fence's ticket; the next taker waits for that ticket. No lock is held while it waits.
 
+#[cfg(all(test, vbar_loom))]
+mod every_order;
+
 use std::sync::Arc;
 
 use crate::copy::ring::Ring;
@@ -183,6 +186,11 @@ impl StagingSlot {
     /// The slot's memory.
     pub fn memory(&mut self) -> &mut LockedSlot {
         self.slot.as_mut().expect("the slot goes back when this is dropped")
+    }
+
+    /// Whoever takes the slot after this one waits for `ticket`, however it comes back.
+    pub fn set_busy_until(&mut self, ticket: Ticket) {
+        self.ticket = ticket;
     }
 
     /// Gives the slot back; the next taker waits for `ticket`.

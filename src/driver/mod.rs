@@ -44,10 +44,16 @@ use crate::units::{DeviceAddress, DeviceOrdinal, Stream};
 pub use crate::units::Context;
 
 pub mod code;
+#[cfg(not(vbar_loom))]
 pub mod cuda;
 pub mod kernel;
+#[cfg(all(test, vbar_loom))]
+pub(crate) mod modelled;
+#[cfg(not(vbar_loom))]
 pub mod select;
+#[cfg(not(vbar_loom))]
 pub mod sim;
+#[cfg(not(vbar_loom))]
 pub mod sys;
 
 pub use code::{DriverCode, DriverError};

@@ -14,8 +14,11 @@ use crate::process;
 use crate::sync::Mutex;
 use crate::units::DeviceOrdinal;
 
-/// The environment variable that says what `auto` means.
+/// The environment variable that says what `auto` means, see [`process::variable`].
 pub const VARIABLE: &str = "VBAR_DRIVER";
+
+/// What follows the error of a driver that is there and does not work.
+pub const DOCTOR: &str = "`vbar doctor` tells what to do";
 
 /// Where a missing driver's text turns to the simulated device.
 const SIM_ADVICE: &str = ". With no GPU, ";
@@ -81,7 +84,7 @@ impl Selection {
 /// `ProcessEnding`. `Auto` without the variable never fails for want of a driver.
 pub fn open(selection: &Selection) -> Result<Opened> {
     let entering = process::enter()?;
-    let variable = std::env::var_os(VARIABLE).map(|text| text.to_string_lossy().into_owned());
+    let variable = process::variable(VARIABLE).map(|text| text.to_string_lossy().into_owned());
     let opened = open_with(selection, variable.as_deref(), Cuda::open)?;
     entering.stay();
     Ok(opened)
@@ -139,7 +142,7 @@ fn shared_cuda() -> Result<Arc<Cuda>> {
 /// `InvalidArgument` when it says nothing that is known.
 #[must_use]
 pub fn from_environment() -> Option<Result<Selection>> {
-    let text = std::env::var_os(VARIABLE).filter(|text| !text.is_empty())?;
+    let text = process::variable(VARIABLE)?;
     Some(Selection::parse(&text.to_string_lossy()).map_err(|error| error.context(VARIABLE)))
 }
 
@@ -202,7 +205,10 @@ fn why_in_short(error: &Error) -> String {
 fn cuda(driver: Arc<Cuda>, device: DeviceOrdinal, why: &str) -> Result<Opened> {
     let count = driver.device_get_count()?;
     if device.0 >= count {
-        let text = format!("device {device} does not exist: the CUDA driver has {count}");
+        let text = format!(
+            "device {device} does not exist: the CUDA driver has {count}; nvidia-smi -L lists \
+             them, CUDA_VISIBLE_DEVICES may hide some"
+        );
         return Err(Error::new(ErrorCode::DeviceNotRegistered, text));
     }
     let name = driver.device_get_name(device)?;

@@ -300,7 +300,7 @@ fn symbol_missing(path: &OsStr, symbol: &str) -> Error {
     let path = path.display();
     let text = format!(
         "{path} has no symbol {symbol}: it is not the CUDA driver's library, or the driver is \
-         older than 450.36 (CUDA 11.0), the oldest that vbar works with"
+         older than 450.36 (CUDA 11.0), the oldest that vbar works with; install a newer one"
     );
     Error::new(ErrorCode::DriverMissing, text)
 }

@@ -14,7 +14,9 @@ use super::value::{Growing, Out, OutGrowing, Plain, read_growing, read_text};
 use crate::driver::select::{self, Opened, Selection};
 use crate::driver::sim::Sim;
 use crate::error::{Error, ErrorCode, Result};
-use crate::options::{ContextWaits, Eviction, HostMapped, Poison, Prefer, RuntimeOptions, Threads};
+use crate::options::{
+    ContextWaits, Eviction, HostMapped, Poison, Prefer, RuntimeOptions, Scrub, Threads,
+};
 use crate::runtime::Runtime;
 use crate::slots::{Handles, Ref, Spread};
 use crate::units::{Context, DeviceOrdinal, PageSize, Stream};
@@ -84,6 +86,18 @@ pub enum VbarPoison {
     /// Nothing: a use faults, and costs the context.
     Off = 0,
     /// A frame whose every byte is 0xFF, which reads as NaN in all the usual floats: for debugging.
+    On = 1,
+}
+
+/// Whether a frame is cleared before another page has it.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[repr(u32)]
+pub enum VbarScrub {
+    /// It is not: a page that you write holds what was in its frame before, and a bound one does
+    /// where no file fills it.
+    Off = 0,
+    /// On the device, in the order of the stream, one `cuMemsetD8Async` for each run of pages;
+    /// memory that comes from the driver too. Blocks that PyTorch frees and gets again are not.
     On = 1,
 }
 
@@ -160,6 +174,10 @@ pub struct VbarDeviceOptions {
     /// `VBAR_HOST_ALLOWANCE_NONE`: none. Without room for one slot between
     /// file and device copies are from pageable memory, and slower.
     pub host_allowance_bytes: u64,
+    /// A `VbarScrub`. It is that of the first opening while the device is open.
+    pub scrub: u32,
+    /// 0.
+    pub reserved: u32,
 }
 
 // SAFETY: integers and raw pointers; the size first.
@@ -331,6 +349,9 @@ fn runtime_options(options: &VbarDeviceOptions) -> Result<RuntimeOptions> {
         VBAR_HOST_ALLOWANCE_NONE => Some(0),
         bytes => Some(bytes),
     };
+    if options.reserved != 0 {
+        return Err(invalid(format!("reserved is {}: 0 is expected", options.reserved)));
+    }
     let given = |count: u64| (count != 0).then_some(count);
     Ok(RuntimeOptions {
         budget_bytes: given(options.budget_bytes),
@@ -346,6 +367,7 @@ fn runtime_options(options: &VbarDeviceOptions) -> Result<RuntimeOptions> {
         wait_timeout: given(options.wait_timeout_ms)
             .map_or(defaults.wait_timeout, Duration::from_millis),
         poison: choice("poison", options.poison, [Poison::Off, Poison::On])?,
+        scrub: choice("scrub", options.scrub, [Scrub::Off, Scrub::On])?,
         host_mapped: choice("host_mapped", options.host_mapped, [HostMapped::Off, HostMapped::On])?,
         prefer: choice("prefer", options.prefer, [Prefer::Auto, Prefer::Ram, Prefer::Disk])?,
         host_allowance,

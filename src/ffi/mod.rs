@@ -11,6 +11,7 @@
 //!        -> model          -> dlpack  log   messages        sim      the simulated device
 //!                           -> capsule  of Python
 //!        -> ahead  hints and wishes      wait     time-outs, cancelling
+//!        -> transfer  copies of the program's own
 //! torch    what PyTorch calls
 //! ```
 
@@ -31,6 +32,7 @@ pub mod statistics;
 pub mod status;
 pub mod token;
 pub mod torch;
+pub mod transfer;
 mod value;
 pub mod wait;
 

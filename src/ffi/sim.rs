@@ -155,6 +155,27 @@ pub extern "C" fn vbar_sim_stream_synchronize(
     call(|| on_device(device, |sim| sim.driver().stream_synchronize(Stream(stream))))
 }
 
+/// Makes later work on a stream wait for what was enqueued on another one by now, as an event does
+/// that is recorded there. The call itself waits for nothing. Thread-safe.
+#[unsafe(no_mangle)]
+pub extern "C" fn vbar_sim_stream_wait(
+    device: VbarDevice,
+    stream: VbarStream,
+    other: VbarStream,
+) -> VbarStatus {
+    call(|| {
+        on_device(device, |sim| {
+            let driver = sim.driver();
+            let event = driver.event_create()?;
+            let ordered = driver
+                .event_record(event, Stream(other))
+                .and_then(|()| driver.stream_wait_event(Stream(stream), event));
+            // What waits keeps the record.
+            ordered.and(driver.event_destroy(event))
+        })
+    })
+}
+
 /// Nothing more runs on a stream until `vbar_sim_stream_release`. Thread-safe.
 #[unsafe(no_mangle)]
 pub extern "C" fn vbar_sim_stream_hold(device: VbarDevice, stream: VbarStream) -> VbarStatus {

@@ -338,7 +338,7 @@ pub extern "C" fn vbar_token_also_used_on(token: VbarToken, stream: VbarStream) 
 /// Declares that everything that writes an allocation's bytes was enqueued on `stream`
 /// (`VBAR_STREAM_NONE`: they are in place). The token keeps its pins. Statuses: the common ones,
 /// the driver's, `UNSUPPORTED` for a stream that is being captured; `INVALID_ARGUMENT` unless a
-/// refill was asked for. Thread-safe.
+/// refill was asked for; `STALE_TOKEN` after a forced end of run, which took the pins. Thread-safe.
 #[unsafe(no_mangle)]
 pub extern "C" fn vbar_token_commit(token: VbarToken, stream: VbarStream) -> VbarStatus {
     call(|| look(token, |held| held.commit(Stream(stream)))?)

@@ -10,7 +10,6 @@
 use std::io;
 use std::ptr::NonNull;
 
-use crate::host::file_pages::os_page;
 use crate::units::MIB;
 
 /// A huge page of this machine, or a part of one.
@@ -26,6 +25,13 @@ pub struct AnonymousMemory {
 unsafe impl Send for AnonymousMemory {}
 // SAFETY: as above.
 unsafe impl Sync for AnonymousMemory {}
+
+/// Bytes of a page of the operating system.
+pub(super) fn os_page() -> u64 {
+    // SAFETY: asks for a number.
+    let bytes = unsafe { libc::sysconf(libc::_SC_PAGESIZE) };
+    u64::try_from(bytes).unwrap_or(4096)
+}
 
 impl AnonymousMemory {
     /// Maps `bytes`, nothing behind them yet. A fork's child has none of it: after a fork, writing
@@ -89,7 +95,7 @@ impl Drop for AnonymousMemory {
     }
 }
 
-#[cfg(test)]
+#[cfg(all(test, not(vbar_loom)))]
 mod tests {
     use super::*;
 

@@ -16,6 +16,7 @@ use rustix::fs::{Advice, fadvise, fstat};
 
 use crate::driver::{Driver, DriverCode, DriverError, DriverResult};
 use crate::error::{Error, ErrorCode, Result};
+use crate::host::anonymous::os_page;
 use crate::host::source::ModelFile;
 use crate::process;
 use crate::trace;
@@ -44,13 +45,6 @@ pub enum Cached {
     No,
     /// The system does not say.
     Unknown,
-}
-
-/// Bytes of a page of the operating system.
-pub(super) fn os_page() -> u64 {
-    // SAFETY: asks for a number.
-    let bytes = unsafe { libc::sysconf(libc::_SC_PAGESIZE) };
-    u64::try_from(bytes).unwrap_or(4096)
 }
 
 impl FileWindow {

@@ -16,7 +16,8 @@ use crate::driver::{Driver, DriverResult};
 use crate::error::{Error, ErrorCode, Result};
 use crate::host::anonymous::AnonymousMemory;
 use crate::process;
-use crate::sync::{AcqRel, Acquire, AtomicBool, AtomicU64, Relaxed, Release};
+use crate::sync::fixed::{AtomicBool, AtomicU64};
+use crate::sync::{AcqRel, Acquire, Relaxed, Release};
 use crate::trace::{self, Kind};
 use crate::units::{DeviceAddress, Stream};
 
@@ -297,7 +298,7 @@ impl Drop for LentPart {
     }
 }
 
-#[cfg(test)]
+#[cfg(all(test, not(vbar_loom)))]
 mod tests {
     use super::*;
     use crate::driver::sim::{Sim, SimOptions};

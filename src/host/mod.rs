@@ -13,6 +13,7 @@ pub mod locked;
 pub mod memory;
 pub mod model_files;
 pub mod mounts;
+pub mod output;
 pub mod pageable;
 pub mod reading;
 pub mod room;

@@ -241,7 +241,10 @@ impl ModelFile {
             None => Ok(()),
             Some(difference) => Err(Error::new(
                 ErrorCode::FileChanged,
-                format!("{}: the file changed while it was open: {difference}", self.name),
+                format!(
+                    "{}: the file changed while it was open: {difference}; open the model again",
+                    self.name
+                ),
             )),
         }
     }

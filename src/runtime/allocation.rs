@@ -196,11 +196,27 @@ impl Allocation {
     /// A fence behind the writes. The pages remember it: the stream may be another one than the
     /// fault's, and nobody may take the frames before the writes are done.
     fn record(&self, hold: &Hold, stream: Stream) -> Result<Ticket> {
-        if stream.is_none() {
-            self.vbar.runtime().device().check()?;
-            return Ok(Ticket::NONE);
+        let ready = match stream.is_none() {
+            true => {
+                self.vbar.runtime().device().check()?;
+                Ticket::NONE
+            }
+            false => self.vbar.runtime().pager().also_used_on(self.vbar.bar(), hold, stream)?,
+        };
+        // After the fence, which the writes have to have whoever gets the pages next.
+        self.check_held(hold).map(|()| ready)
+    }
+
+    /// Whether the pins are the hold's still. A forced end of run may come right after: then the
+    /// pages have other generations than those that are committed, and the next fault refills.
+    fn check_held(&self, hold: &Hold) -> Result<()> {
+        let pages = self.vbar.bar().table.pages(hold.pages.clone());
+        let mut pages = pages.zip(hold.generations.as_slice());
+        if pages.all(|((_, page), generation)| page.word().generation == *generation) {
+            return Ok(());
         }
-        self.vbar.runtime().pager().also_used_on(self.vbar.bar(), hold, stream)
+        let text = "its pins were released by force, by an end of run: fault and write again";
+        Err(self.told_of("commit", Error::new(ErrorCode::StaleToken, text)))
     }
 
     fn note_valid(&self, generations: &[Generation], ready: Ticket) {
@@ -233,9 +249,14 @@ impl Allocation {
     /// An error of a step that is not the pager's.
     #[cold]
     fn told(&self, error: Error) -> Error {
+        self.told_of("fault", error)
+    }
+
+    #[cold]
+    fn told_of(&self, call: &str, error: Error) -> Error {
         let Range { start, end } = self.range;
         let bar = self.vbar.bar().id;
-        let asked = format_args!("fault of the allocation at {start}..{end} of VBAR {bar}");
+        let asked = format_args!("{call} of the allocation at {start}..{end} of VBAR {bar}");
         self.vbar.runtime().pager().told(error, asked)
     }
 
@@ -306,7 +327,8 @@ impl<'a> FillGuard<'a> {
     /// With `Stream::NONE` the bytes are in place already.
     ///
     /// # Errors
-    /// What the driver says of the fence; the allocation asks for a refill again then.
+    /// `StaleToken` when the pins were taken back by a forced end of run, and what the driver says
+    /// of the fence; the allocation asks for a refill again then.
     pub fn commit(mut self, stream: Stream) -> Result<Guard<'a>> {
         let ready = self.allocation.record(self.guard().hold(), stream)?;
         let guard = self.guard.take().expect("a fill guard holds until it is consumed");

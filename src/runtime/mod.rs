@@ -11,6 +11,7 @@ mod model;
 mod pressure;
 mod statistics;
 mod tracing;
+mod transfer;
 
 use std::borrow::Borrow;
 use std::ops::Range;
@@ -185,10 +186,13 @@ impl Runtime {
         let context = options.context.unwrap_or(self.device().context);
         if mine.page_size != options.page_size || self.device().context != context {
             let text = format!(
-                "device {} is open with pages of {} bytes in context {:#x}",
+                "device {} is open with pages of {} bytes in context {:#x}, and {} bytes in {:#x} \
+                 were asked for; ask for the same, or close it first",
                 self.ordinal(),
                 mine.page_size.bytes(),
-                self.device().context.0
+                self.device().context.0,
+                options.page_size.bytes(),
+                context.0
             );
             return Err(Error::new(ErrorCode::AlreadyOpen, text));
         }

@@ -3,10 +3,10 @@
 //! For programs that do not trace themselves. Written when the last runtime closes; a process that
 //! runs with other rights than its caller's takes no file name from its environment.
 
-use std::fs::File;
 use std::io::{BufWriter, Write};
 use std::path::PathBuf;
 
+use crate::host::output;
 use crate::process;
 use crate::sync::Mutex;
 use crate::trace;
@@ -43,7 +43,7 @@ pub(super) fn end() {
     }
     let Some(path) = asked.1.take() else { return };
     let taken = trace::stop();
-    let written = File::create(&path).and_then(|file| {
+    let written = output::create(&path).and_then(|file| {
         let mut file = BufWriter::new(file);
         taken.write_chrome_json(&mut file).and_then(|()| file.flush())
     });
@@ -54,9 +54,5 @@ pub(super) fn end() {
 }
 
 fn asked_path() -> Option<PathBuf> {
-    use rustix::process::{getegid, geteuid, getgid, getuid};
-    if getuid() != geteuid() || getgid() != getegid() {
-        return None;
-    }
-    std::env::var_os("VBAR_TRACE").filter(|path| !path.is_empty()).map(PathBuf::from)
+    process::variable("VBAR_TRACE").map(PathBuf::from)
 }

@@ -8,14 +8,15 @@
 
 #![expect(unsafe_code, reason = "things behind a word that says whether they live")]
 
-use std::cell::UnsafeCell;
 use std::mem::MaybeUninit;
 use std::ops::Deref;
 
 use super::barrier::{Paid, heavy, light, prepare};
 use super::thread::{self, OWNED, Thread};
 use super::{GENERATION_MAX, SLOTS_MAX, id_of, parts_of};
-use crate::sync::{Acquire, AtomicBool, AtomicU64, Mutex, Ordering::SeqCst, Relaxed, Release};
+use crate::sync::{
+    Acquire, AtomicBool, AtomicU64, Mutex, Ordering::SeqCst, Relaxed, Release, UnsafeCell,
+};
 
 const FREE: u64 = 0;
 const LIVE: u64 = 1;
@@ -41,7 +42,7 @@ pub enum Spread {
 }
 
 /// Cells that the threads after the first ones share.
-const SHARED: usize = 8;
+const SHARED: usize = if cfg!(vbar_loom) { 1 } else { 8 };
 
 struct Slot<T: 'static> {
     /// Generation, then one of the three states.
@@ -72,8 +73,15 @@ pub struct Ref<T: 'static> {
 
 impl<T: Send + Sync> Handles<T> {
     /// An empty table. `tag`, 1 to 15, tells its ids from those of other tables.
+    #[cfg(not(vbar_loom))]
     #[must_use]
     pub const fn new(tag: u8, spread: Spread) -> Self {
+        Self { tag, spread, slots: boxcar::Vec::new(), free: Mutex::new(Vec::new()) }
+    }
+
+    /// As above; no static has a lock of loom's.
+    #[cfg(vbar_loom)]
+    pub fn new(tag: u8, spread: Spread) -> Self {
         Self { tag, spread, slots: boxcar::Vec::new(), free: Mutex::new(Vec::new()) }
     }
 
@@ -169,7 +177,7 @@ impl<T> Place<T> {
         let generation = slot.word.load(SeqCst) >> STATE_BITS;
         slot.paid.store(prepare() == Paid::Always, Relaxed);
         // SAFETY: the slot is free and was taken from the list by this caller alone.
-        unsafe { slot.value.get().cast::<T>().write(value) };
+        slot.value.with_mut(|place| unsafe { place.cast::<T>().write(value) });
         slot.word.store(generation << STATE_BITS | LIVE, SeqCst);
         id_of(slot.table.tag, generation, slot.index)
     }
@@ -225,7 +233,7 @@ impl<T> Slot<T> {
         }
         // SAFETY: this caller alone moved the word from CLOSED, behind which there is a value, and
         // no use is left.
-        let value = unsafe { self.value.get().cast::<T>().read() };
+        let value = self.value.with_mut(|value| unsafe { value.cast::<T>().read() });
         // The slot is listed first: dropping may take long, or close others of the table.
         if generation <= GENERATION_MAX {
             self.table.free.lock().push(self.index);
@@ -278,7 +286,7 @@ impl<T: Send + Sync> Deref for Ref<T> {
     fn deref(&self) -> &T {
         // SAFETY: the slot had a value when the use began, and nobody drops it while a use that
         // was counted before the word was read goes on.
-        unsafe { &*self.slot.value.get().cast::<T>() }
+        self.slot.value.with(|value| unsafe { &*value.cast::<T>() })
     }
 }
 
@@ -288,7 +296,7 @@ impl<T> Drop for Ref<T> {
     }
 }
 
-#[cfg(test)]
+#[cfg(all(test, not(vbar_loom)))]
 mod tests {
     use super::*;
     use std::sync::atomic::{AtomicUsize, Ordering};

@@ -8,7 +8,7 @@ use std::cell::Cell;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// Numbers that belong to one thread each, the first threads of the process.
-pub const OWNED: usize = 64;
+pub const OWNED: usize = if cfg!(vbar_loom) { 2 } else { 64 };
 /// Numbers that all later threads share.
 pub const SHARED: usize = 64;
 /// Free slots that a thread keeps at most.
@@ -32,6 +32,12 @@ pub fn with<R>(work: impl FnOnce(&Thread) -> R) -> R {
 }
 
 impl Thread {
+    /// One of a model, whose threads share what a thread keeps.
+    #[cfg(vbar_loom)]
+    pub(super) fn numbered(number: usize) -> Self {
+        Self { number: Cell::new(number + 1), slots: SlotCache::new() }
+    }
+
     /// A small number, what threads are spread by: of the thread's own below `OWNED`, for as long
     /// as the process lives; shared with others from there on, below `OWNED + SHARED`.
     #[inline(always)]

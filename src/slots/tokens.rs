@@ -8,13 +8,12 @@
 
 #![expect(unsafe_code, reason = "values behind a word that says whose they are")]
 
-use std::cell::UnsafeCell;
 use std::mem::MaybeUninit;
 use std::ops::{Deref, DerefMut};
 
 use super::thread::{FreeSlot, SlotCache};
 use super::{GENERATION_MAX, SLOTS_MAX, id_of, parts_of};
-use crate::sync::{Acquire, AtomicU64, Mutex, Relaxed, Release};
+use crate::sync::{Acquire, AtomicU64, Mutex, Relaxed, Release, UnsafeCell, yield_now};
 
 const FREE: u64 = 0;
 const HELD: u64 = 1;
@@ -43,8 +42,15 @@ unsafe impl<T: Send> Sync for Slot<T> {}
 
 impl<T> Tokens<T> {
     /// An empty table. `tag`, 1 to 15, tells its ids from those of other tables.
+    #[cfg(not(vbar_loom))]
     #[must_use]
     pub const fn new(tag: u8) -> Self {
+        Self { tag, slots: boxcar::Vec::new(), free: Mutex::new(Vec::new()) }
+    }
+
+    /// As above; no static has a lock of loom's.
+    #[cfg(vbar_loom)]
+    pub fn new(tag: u8) -> Self {
         Self { tag, slots: boxcar::Vec::new(), free: Mutex::new(Vec::new()) }
     }
 
@@ -58,7 +64,7 @@ impl<T> Tokens<T> {
         let generation = slot.word.load(Relaxed) >> STATE_BITS;
         // SAFETY: the slot is free and was given to this caller alone, so nobody else looks at its
         // value before the word below is published.
-        unsafe { slot.value.get().cast::<T>().write(make()) };
+        slot.value.with_mut(|value| unsafe { value.cast::<T>().write(make()) });
         slot.word.store(generation << STATE_BITS | HELD, Release);
         id_of(self.tag, generation, index)
     }
@@ -82,7 +88,7 @@ impl<T> Tokens<T> {
         let unclaim = Unclaim { slot, generation };
         // SAFETY: the claim made this caller the only one to reach the value, which was written
         // before the word was HELD; `unclaim` lets go of it after the look, also by unwinding.
-        let looked = look(unsafe { &mut *slot.value.get().cast::<T>() });
+        let looked = slot.value.with_mut(|value| look(unsafe { &mut *value.cast::<T>() }));
         drop(unclaim);
         Some(looked)
     }
@@ -138,7 +144,7 @@ fn claim<T>(slot: &Slot<T>, generation: u64, state: u64) -> Option<()> {
 fn claim_later(place: &AtomicU64, mut word: u64, generation: u64, state: u64) -> Option<()> {
     let (held, claimed) = (generation << STATE_BITS | HELD, generation << STATE_BITS | state);
     while word == generation << STATE_BITS | LOOKED_AT {
-        std::thread::yield_now();
+        yield_now();
         match place.compare_exchange(held, claimed, Acquire, Relaxed) {
             Ok(_) => return Some(()),
             Err(now) => word = now,
@@ -153,7 +159,7 @@ impl<T> Drop for Tokens<T> {
             if slot.word.load(Acquire) & ((1 << STATE_BITS) - 1) == HELD {
                 // SAFETY: nobody else has the table any more, and the word says that the slot has
                 // a value.
-                unsafe { slot.value.get().cast::<T>().drop_in_place() };
+                slot.value.with_mut(|value| unsafe { value.cast::<T>().drop_in_place() });
             }
         }
     }
@@ -173,7 +179,7 @@ impl<T> Ending<'_, T> {
         let Self { table, slot, generation, index } = self;
         std::mem::forget(self);
         // SAFETY: as in `free`; the value is not reached through the slot any more.
-        let value = unsafe { slot.value.get().cast::<T>().read() };
+        let value = slot.value.with_mut(|value| unsafe { value.cast::<T>().read() });
         let emptied = Emptied { table, slot, generation, index };
         let free = emptied.free();
         std::mem::forget(emptied);
@@ -189,7 +195,7 @@ impl<T> Ending<'_, T> {
         std::mem::forget(self);
         // SAFETY: the claim made this caller the only one to reach the value, which was written
         // before the word was HELD.
-        unsafe { slot.value.get().cast::<T>().drop_in_place() };
+        slot.value.with_mut(|value| unsafe { value.cast::<T>().drop_in_place() });
         let free = emptied.free();
         std::mem::forget(emptied);
         free
@@ -202,7 +208,7 @@ impl<T> Deref for Ending<'_, T> {
     #[inline(always)]
     fn deref(&self) -> &T {
         // SAFETY: as in `free`, which this outlives no reference to.
-        unsafe { &*self.slot.value.get().cast::<T>() }
+        self.slot.value.with(|value| unsafe { &*value.cast::<T>() })
     }
 }
 
@@ -210,7 +216,7 @@ impl<T> DerefMut for Ending<'_, T> {
     #[inline(always)]
     fn deref_mut(&mut self) -> &mut T {
         // SAFETY: as above.
-        unsafe { &mut *self.slot.value.get().cast::<T>() }
+        self.slot.value.with_mut(|value| unsafe { &mut *value.cast::<T>() })
     }
 }
 
@@ -220,7 +226,7 @@ impl<T> Drop for Ending<'_, T> {
         let Self { table, slot, generation, index } = *self;
         let _emptied = Emptied { table, slot, generation, index };
         // SAFETY: as in `free`.
-        unsafe { slot.value.get().cast::<T>().drop_in_place() };
+        slot.value.with_mut(|value| unsafe { value.cast::<T>().drop_in_place() });
     }
 }
 
@@ -260,7 +266,7 @@ impl<T> Drop for Unclaim<'_, T> {
     }
 }
 
-#[cfg(test)]
+#[cfg(all(test, not(vbar_loom)))]
 mod tests {
     use super::*;
     use std::panic::{AssertUnwindSafe, catch_unwind};

@@ -12,7 +12,8 @@
 
 use std::time::{Duration, Instant};
 
-use crate::sync::{AtomicU64, Relaxed};
+use crate::sync::Relaxed;
+use crate::sync::fixed::AtomicU64;
 
 /// Ticks of the fastest clock there may be, in a nanosecond.
 const RATE_MAX: u64 = 10;

@@ -21,6 +21,9 @@ use crate::sync::wait::{Cancellation, Wait};
 use crate::sync::{AtomicBool, AtomicU64, Relaxed};
 use crate::units::{DeviceOrdinal, Stream};
 
+/// What a program can do about a lost device.
+const LOST_ADVICE: &str = "nothing on it can be used any more: end the process and start anew";
+
 /// See the module's text.
 pub struct Device {
     /// The door.
@@ -113,7 +116,7 @@ impl Device {
     #[cold]
     fn lost_error(&self) -> Error {
         let why = self.lost_by.get().map_or("a sticky driver error", |why| why);
-        let text = format!("device {} is lost: {why}", self.ordinal);
+        let text = format!("device {} is lost: {why}; {LOST_ADVICE}", self.ordinal);
         Error::new(ErrorCode::DeviceLost, text)
     }
 
@@ -123,7 +126,7 @@ impl Device {
         let error = if gone && !self.is_lost() { error.appended(CONTEXT_GONE) } else { error };
         if error.code() == ErrorCode::DeviceLost && !self.lost.swap(true, Relaxed) {
             let _first = self.lost_by.set(error.to_string().into_boxed_str());
-            log::error!("device {} is lost: {error}", self.ordinal);
+            log::error!("device {} is lost: {error}; {LOST_ADVICE}", self.ordinal);
         }
         error
     }
@@ -301,7 +304,28 @@ impl Device {
         };
         match slot {
             Err(error) if error.code() == ErrorCode::Unsupported => self.make_slot(stream, error),
-            slot => slot.map_err(|error| self.note(error)),
+            Err(error) => {
+                self.note_running(stream);
+                Err(self.note(error))
+            }
+            found => found,
+        }
+    }
+
+    /// A stream runs whose id was not to be had: that a capture of it is over is known all the
+    /// same, and nothing is held back for it until it is used again.
+    fn note_running(&self, stream: Stream) {
+        if !self.fences.is_capture_known() {
+            return;
+        }
+        if stream.is_default()
+            && let Ok(slot) = self.fences.slot_in_capture(stream)
+        {
+            self.fences.note_capture(slot, false);
+        }
+        if let Err(error) = self.end_capture(stream) {
+            let error = self.note(error);
+            log::debug!("a stream counts as captured until it is used again: {error}");
         }
     }
 

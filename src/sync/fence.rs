@@ -9,6 +9,8 @@
 //! does not know pages; it never waits on the CPU (see `wait.rs` for that) except in
 //! [`Fences::context_wait`], which `context` does.
 
+#[cfg(all(test, vbar_loom))]
+mod every_order;
 mod known;
 
 use std::collections::VecDeque;
@@ -26,7 +28,7 @@ use crate::sync::{AcqRel, Acquire, AtomicBool, AtomicU32, AtomicU64, Mutex, Rela
 use crate::units::Stream;
 
 /// Streams of one context that can be known at a time.
-pub const SLOT_COUNT: usize = 256;
+pub const SLOT_COUNT: usize = if cfg!(vbar_loom) { 2 } else { 256 };
 
 /// A slot of its own, behind the streams': it is never recorded on.
 const UNRECORDED: u16 = SLOT_COUNT as u16;
@@ -186,7 +188,8 @@ impl Fences {
     pub fn stamp(&self, slot: StreamSlot) -> Ticket {
         let entry = self.entry(slot);
         let sequence = entry.next.load(Acquire);
-        if entry.stamped.load(Relaxed) < sequence {
+        // Acquired, so that `confirm` sees what whoever takes the slot over wrote before.
+        if entry.stamped.load(Acquire) < sequence {
             entry.stamped.fetch_max(sequence, AcqRel);
         }
         Ticket::new(slot.index, sequence)
@@ -198,14 +201,32 @@ impl Fences {
         Ticket::new(UNRECORDED, self.slots[UNRECORDED as usize].next.load(Acquire))
     }
 
-    /// Whether the slot is still the stream's: asked after a stamp was published. Where it is not,
-    /// the stamp is to be made again with the slot that this returns.
+    /// Whether a stamp stands: asked after it was published. Where it does not, it is to be made
+    /// again with the slot that this returns.
     #[inline(always)]
-    pub fn confirm(&self, slot: StreamSlot) -> Result<Option<StreamSlot>> {
-        if self.is_still(slot) {
-            return Ok(None);
+    pub fn confirm(&self, slot: StreamSlot, stamped: Ticket) -> Result<Option<StreamSlot>> {
+        match self.stands(slot, stamped) {
+            true => Ok(None),
+            false => self.find_or_insert(slot.id).map(Some),
         }
-        self.find_or_insert(slot.id).map(Some)
+    }
+
+    /// The stream's slot when that is another one by now.
+    ///
+    /// # Errors
+    /// As [`Fences::slot_of`].
+    pub fn moved(&self, slot: StreamSlot) -> Result<Option<StreamSlot>> {
+        match self.is_still(slot) {
+            true => Ok(None),
+            false => self.find_or_insert(slot.id).map(Some),
+        }
+    }
+
+    /// Whether the slot is the stream's and the stamp is of what its next record covers. A record
+    /// since then may be that of a stream which had the slot in between.
+    #[inline(always)]
+    fn stands(&self, slot: StreamSlot, stamped: Ticket) -> bool {
+        self.is_still(slot) && self.entry(slot).next.load(Acquire) == stamped.sequence()
     }
 
     /// Whether the ticket is known to have passed, without asking the driver.
@@ -326,7 +347,7 @@ impl Fences {
         let entry = self.entry(slot);
         let event = match ring.free.pop() {
             Some(event) => event,
-            None => self.driver.event_create()?,
+            None => self.another_event()?,
         };
         // Raised before the driver is called: who still reads the old number enqueued before us.
         let sequence = entry.next.fetch_add(1, AcqRel);
@@ -339,6 +360,24 @@ impl Fences {
         entry.recorded_at.store(self.ticks.now(), Relaxed);
         self.ticks.learn();
         Ok(Ticket::new(slot.index, sequence))
+    }
+
+    /// An event that nobody waits for: one that a retired stream has left, else a new one.
+    /// Otherwise a program whose streams come and go would have events in every slot.
+    #[cold]
+    fn another_event(&self) -> Result<Event> {
+        for slot in self.slots.iter().filter(|slot| slot.id.load(Acquire) == RETIRED) {
+            // The caller has a ring locked: it waits for no second one.
+            let Some(mut ring) = slot.ring.try_lock() else { continue };
+            if slot.id.load(Acquire) != RETIRED {
+                continue;
+            }
+            self.drain(slot, &mut ring)?;
+            if let Some(event) = ring.free.pop() {
+                return Ok(event);
+            }
+        }
+        Ok(self.driver.event_create()?)
     }
 
     /// Whether uses of the stream are without a record, and the interval since the last is over,
@@ -355,8 +394,15 @@ impl Fences {
     #[inline(always)]
     #[must_use]
     pub fn stamp_if_still(&self, slot: StreamSlot) -> Option<Ticket> {
-        let ticket = self.stamp(slot);
-        self.is_still(slot).then_some(ticket)
+        loop {
+            let ticket = self.stamp(slot);
+            if self.stands(slot, ticket) {
+                return Some(ticket);
+            }
+            if !self.is_still(slot) {
+                return None;
+            }
+        }
     }
 
     /// Whether it is time for a record on the stream: at once while VBARs exceed the budget, else
@@ -467,7 +513,7 @@ impl Fences {
     }
 
     /// Whether every use of the slot's stream is known to have passed, so that another stream can
-    /// take the slot over. Who stamps concurrently notices in `confirm`.
+    /// take the slot over (`known`).
     fn is_idle(&self, slot: &Slot, ring: &mut Ring) -> Result<bool> {
         self.drain(slot, ring)?;
         Ok(slot.stamped.load(Acquire) <= slot.passed.load(Acquire)

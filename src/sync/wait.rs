@@ -14,7 +14,7 @@ use crate::counters::{Counters, Waiter};
 use crate::error::{Error, ErrorCode, Result};
 use crate::outcome::WaitKind;
 use crate::process;
-use crate::sync::{AtomicU64, Ordering};
+use crate::sync::{AtomicU64, Ordering, yield_now};
 use crate::trace;
 
 /// Asked on a waiting thread whether it should go on waiting: [`ControlFlow::Break`] ends the wait
@@ -166,7 +166,8 @@ impl<'a> Wait<'a> {
         self.check()?;
         self.rounds = self.rounds.saturating_add(1);
         match self.rounds {
-            0..=16 => std::thread::yield_now(),
+            0..=16 => yield_now(),
+            _ if cfg!(vbar_loom) => yield_now(),
             17..=64 => std::thread::sleep(Duration::from_micros(20)),
             _ => std::thread::sleep(Duration::from_micros(200)),
         }
@@ -189,7 +190,12 @@ impl<'a> Wait<'a> {
         }
         let waited = self.started.elapsed();
         if waited >= self.timeout {
-            let text = format!("waited {} ms for {}", waited.as_millis(), self.kind);
+            let text = format!(
+                "waited {} ms for {}, which is the longest that is allowed; where work on the \
+                 device takes so long, set a longer wait time-out",
+                waited.as_millis(),
+                self.kind
+            );
             return Err(Error::new(ErrorCode::TimedOut, text));
         }
         Ok((self.timeout - waited).min(CHECK_INTERVAL))

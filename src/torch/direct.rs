@@ -32,6 +32,14 @@ struct Held {
     is_shared: bool,
 }
 
+impl Held {
+    /// Its pool is released: graphs may have used the block on any stream.
+    fn leave_pool(&mut self) {
+        self.place.pool = ORDINARY;
+        self.is_shared = true;
+    }
+}
+
 /// Who may have a cached block.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 struct Place {
@@ -87,7 +95,15 @@ impl Allocator {
                 None => return Ok(None),
             },
         };
-        self.core.lock().count_malloc(kind_of(bytes), bytes, requested);
+        // The pool may have been released since it was looked at, and its blocks with it: after
+        // this one was entered, what is released meanwhile finds it.
+        let mut core = self.core.lock();
+        core.count_malloc(kind_of(bytes), bytes, requested);
+        let is_standing = core.standing_pool(ask.pool) == pool;
+        drop(core);
+        if !is_standing && let Some(held) = direct.state.lock().live.get_mut(&address) {
+            held.leave_pool();
+        }
         Ok(Some(address))
     }
 
@@ -178,10 +194,8 @@ impl Allocator {
         {
             let mut state = direct.state.lock();
             state.let_go(|place| place.pool == pool);
-            for held in state.live.values_mut().filter(|held| held.place.pool == pool) {
-                held.place.pool = ORDINARY;
-                held.is_shared = true;
-            }
+            let live = state.live.values_mut();
+            live.filter(|held| held.place.pool == pool).for_each(Held::leave_pool);
         }
         if let Err(error) = self.release_leaving(direct) {
             log::warn!("the memory of a graph pool: {error}");

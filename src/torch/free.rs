@@ -99,7 +99,7 @@ impl Allocator {
         let device = &self.pager.device;
         loop {
             let ticket = device.fences.stamp(*slot);
-            match device.fences.confirm(*slot) {
+            match device.fences.confirm(*slot, ticket) {
                 Ok(None) => return ticket,
                 Ok(Some(other)) => *slot = other,
                 Err(error) => {

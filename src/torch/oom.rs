@@ -57,6 +57,22 @@ impl OutOfMemory {
     pub fn is_ending(&self) -> bool {
         self.cause.as_ref().is_some_and(|error| error.code() == ErrorCode::ProcessEnding)
     }
+
+    /// What the program's author can do: the first thing that would help.
+    fn advice(&self) -> &'static str {
+        let most = self.limit_bytes.unwrap_or(self.budget_bytes).min(self.budget_bytes);
+        if self.limit_bytes.is_some_and(|limit| limit < self.budget_bytes) {
+            "A larger torch.cuda.set_per_process_memory_fraction allows more."
+        } else if self.pool_bytes > 0 && self.pool_bytes >= self.requested_bytes {
+            "CUDA graphs that are reset give their pools back."
+        } else if self.requested_bytes > most && self.budget_source == BudgetSource::Limit {
+            "It is more than the budget in all: give vbar a larger one, or ask for less at a time."
+        } else if self.budget_source == BudgetSource::Limit {
+            "Free tensors, or give vbar a larger budget."
+        } else {
+            "Free tensors, or end other programs on the device, which nvidia-smi lists."
+        }
+    }
 }
 
 impl fmt::Display for OutOfMemory {
@@ -76,7 +92,8 @@ impl fmt::Display for OutOfMemory {
             f,
             "CUDA out of memory. Tried to allocate {}. GPU {} has a total capacity of {} of which \
              {} is free.{limit} Of {} that vbar may hold ({}), {} is in weights and {} is reserved \
-             by PyTorch: {} allocated, {} in graph pools, {} freed and still in use by a stream.",
+             by PyTorch: {} allocated, {} in graph pools, {} freed and still in use by a stream. \
+             {}",
             Size(self.requested_bytes),
             self.device,
             Size(self.capacity_bytes),
@@ -88,6 +105,7 @@ impl fmt::Display for OutOfMemory {
             Size(self.allocated_bytes),
             Size(self.pool_bytes),
             Size(self.pending_bytes),
+            self.advice(),
         )
     }
 }
@@ -135,6 +153,17 @@ mod tests {
         let start = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 1 has a total capacity of \
                      8.00 GiB of which 512.00 MiB is free.";
         assert!(short.to_string().starts_with(start), "{short}");
+        let helps = |change: fn(&mut OutOfMemory)| {
+            let mut changed = OutOfMemory { budget_bytes: 4 * GIB, ..short.clone() };
+            change(&mut changed);
+            changed.to_string()
+        };
+        assert!(helps(|_| {}).ends_with("give vbar a larger budget."));
+        let free = helps(|it| it.budget_source = BudgetSource::DriverFree);
+        assert!(free.ends_with("which nvidia-smi lists."), "{free}");
+        assert!(helps(|it| it.budget_bytes = GIB).contains("more than the budget in all"));
+        assert!(helps(|it| it.pool_bytes = 3 * GIB).contains("CUDA graphs"));
+        assert!(helps(|it| it.limit_bytes = Some(GIB)).contains("memory_fraction"));
         let huge = OutOfMemory { requested_bytes: u64::MAX, ..OutOfMemory::default() };
         let text = "CUDA out of memory. Tried to allocate more than 1EB memory.";
         assert_eq!(huge.to_string(), text);

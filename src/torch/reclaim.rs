@@ -8,6 +8,7 @@ use super::Allocator;
 use super::sweep::Which;
 use crate::error::{Error, ErrorCode, Result};
 use crate::memory::pager::{GiveTo, Reclaim};
+use crate::outcome::WaitKind;
 use crate::sync::Relaxed;
 
 impl Reclaim for Allocator {
@@ -90,7 +91,10 @@ impl Allocator {
         let _scope = device.enter()?;
         self.poll_pending();
         settle_for(self.try_release(u64::MAX, Which::Recorded, GiveTo::Driver))?;
-        let unsettled = {
+        // What an earlier call gave back and could not wait for, too.
+        let (leaving, unknown) = self.pager.leaving_users();
+        settle_for(device.wait_passed(&leaving, WaitKind::Release))?;
+        let unsettled = unknown || {
             let core = self.core.lock();
             core.pages.empty_count() > 0
                 || !core.pending.is_empty()

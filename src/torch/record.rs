@@ -21,6 +21,7 @@ use std::path::{Path, PathBuf};
 use super::Allocator;
 use super::heap::Core;
 use crate::error::{Error, ErrorCode, Result};
+use crate::host::output;
 use crate::process;
 use crate::sync::{AtomicBool, Mutex, Relaxed, Release};
 use crate::units::Stream;
@@ -148,7 +149,7 @@ impl Allocator {
             let text = format!("a record is under way, to {}", open.path.display());
             return Err(Error::new(ErrorCode::InvalidArgument, text));
         }
-        let file = File::create(path).map_err(|error| Error::io(path.display(), &error))?;
+        let file = output::create(path).map_err(|error| Error::io(path.display(), &error))?;
         let mut open = Open {
             path: path.to_owned(),
             file: BufWriter::with_capacity(BUFFER_BYTES, file),

@@ -133,7 +133,7 @@ impl Allocator {
                 }
             }
             // While something was waited for the slot may have become another stream's.
-            if let Some(slot) = device.fences.confirm(ask.slot)? {
+            if let Some(slot) = device.fences.moved(ask.slot)? {
                 ask.slot = slot;
             }
         }
@@ -221,7 +221,7 @@ impl Allocator {
             holds.iter().flat_map(|hold| hold.generations.as_slice().iter().copied()).collect();
         let fences = &self.pager.device.fences;
         // As above.
-        let moved = fences.confirm(ask.slot).unwrap_or_else(|error| {
+        let moved = fences.moved(ask.slot).unwrap_or_else(|error| {
             log::debug!("whether a stream has its slot still: {error}");
             None
         });

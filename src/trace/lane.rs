@@ -17,7 +17,8 @@ use super::taken::{Thread, Trace};
 use super::{Counter, Record, clock_ns};
 use crate::error::{Error, ErrorCode, Result};
 use crate::process;
-use crate::sync::{AtomicU32, AtomicU64, Mutex, Relaxed};
+use crate::sync::Relaxed;
+use crate::sync::fixed::{AtomicU32, AtomicU64, Mutex};
 
 /// The session under way; 0 when there is none.
 static SESSION: AtomicU32 = AtomicU32::new(0);

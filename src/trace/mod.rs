@@ -28,7 +28,8 @@ pub(crate) use taken::RESIDENT;
 pub use taken::{Thread, Total, Trace};
 
 use crate::process;
-use crate::sync::{AtomicU64, Relaxed};
+use crate::sync::Relaxed;
+use crate::sync::fixed::AtomicU64;
 use crate::units::{DeviceOrdinal, Stream};
 
 /// A reading of the trace's clock, in nanoseconds: monotone, one for all threads, never 0. Its
@@ -249,5 +250,5 @@ impl Drop for Guard {
     }
 }
 
-#[cfg(test)]
+#[cfg(all(test, not(vbar_loom)))]
 mod tests;

@@ -7,6 +7,7 @@
  *
  * Simulated only. The verbs are handed in by the Rust test, which knows them all.
  */
+#define _POSIX_C_SOURCE 200809L
 #include "check.h"
 #include "models.h"
 
@@ -64,6 +65,28 @@ static void use_model(VbarDevice device) {
     OK(vbar_model_close(model));
 }
 
+/* Copies of the program's own, of pinned pages, and memory that it locks. */
+static void transfer(VbarDevice device, VbarBar bar) {
+    static _Alignas(4096) char memory[4096];
+    VbarFault told;
+    FILE *opened = tmpfile();
+    CHECK(opened != NULL);
+    int file = fileno(opened);
+    CHECK(write(file, memory, sizeof memory) == sizeof memory);
+    if (MAY_FAIL(vbar_bar_fault(bar, 2 * page_bytes(), page_bytes(), 0, &told)) && told.token.id) {
+        MAY_FAIL(vbar_device_read_file(device, file, 0, 4096, told.address, 0));
+        MAY_FAIL(vbar_device_write_file(device, file, 4096, 4096, told.address, 0));
+        MAY_FAIL(vbar_device_copy_from_host(device, memory, sizeof memory, told.address, 0));
+        use(told, false);
+    }
+    if (MAY_FAIL(vbar_device_lock_host(device, memory, sizeof memory))) {
+        if (!MAY_FAIL(vbar_device_unlock_host(device, memory))) {
+            OK(vbar_device_unlock_host(device, memory));
+        }
+    }
+    CHECK(fclose(opened) == 0);
+}
+
 /* A program that meets every part of the library; what fails it passes over. */
 static void small_program(VbarDevice device) {
     VbarBar bar;
@@ -76,6 +99,7 @@ static void small_program(VbarDevice device) {
         if (MAY_FAIL(vbar_bar_fault(bar, page_bytes(), 3 * page_bytes(), 0, &told))) {
             use(told, false);
         }
+        transfer(device, bar);
         use_model(device);
     }
     uint32_t pinned;

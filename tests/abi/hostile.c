@@ -170,8 +170,8 @@ static void end_world(void) {
 
 int main(int count, char **arguments) {
     start();
-    const struct Case *tables[] = {status_cases, device_cases, bar_cases, token_cases,
-                                   model_cases,  dlpack_cases, sim_cases, torch_cases};
+    const struct Case *tables[] = {status_cases, device_cases, bar_cases, token_cases,  model_cases,
+                                   dlpack_cases, sim_cases,    torch_cases, transfer_cases};
     bool list = count == 2 && strcmp(arguments[1], "--list") == 0;
     if (!list) {
         CHECK(count == 2);

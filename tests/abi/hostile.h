@@ -20,6 +20,7 @@ struct Case {
 
 extern const struct Case status_cases[], device_cases[], bar_cases[], token_cases[];
 extern const struct Case model_cases[], dlpack_cases[], sim_cases[], torch_cases[];
+extern const struct Case transfer_cases[];
 
 /* Things that live while the cases run. */
 struct World {

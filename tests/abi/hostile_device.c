@@ -136,6 +136,12 @@ CASE(vbar_device_open) {
     options.poison = 2;
     OPEN_FAILS(options, VBAR_STATUS_INVALID_ARGUMENT, "poison is 2");
     options = good;
+    options.scrub = 2;
+    OPEN_FAILS(options, VBAR_STATUS_INVALID_ARGUMENT, "scrub is 2");
+    options = good;
+    options.reserved = 1;
+    OPEN_FAILS(options, VBAR_STATUS_INVALID_ARGUMENT, "reserved is 1");
+    options = good;
     options.host_mapped = UINT32_MAX;
     OPEN_FAILS(options, VBAR_STATUS_INVALID_ARGUMENT, "host_mapped is 4294967295");
     options = good;

@@ -59,6 +59,23 @@ CASE(vbar_sim_stream_synchronize) {
     stream_fails(vbar_sim_stream_synchronize);
 }
 
+static VbarStatus wait_of(VbarDevice device, VbarStream stream) {
+    return vbar_sim_stream_wait(device, stream, 0);
+}
+
+static VbarStatus wait_for(VbarDevice device, VbarStream stream) {
+    return vbar_sim_stream_wait(device, 0, stream);
+}
+
+CASE(vbar_sim_stream_wait) {
+#define CALL(device) vbar_sim_stream_wait(device, 0, 0xdead)
+    NEEDS_SIM(CALL);
+#undef CALL
+    stream_fails(wait_of);
+    stream_fails(wait_for);
+    OK(vbar_sim_stream_wait(world.device, 0, 0));
+}
+
 CASE(vbar_sim_stream_hold) {
 #define CALL(device) vbar_sim_stream_hold(device, 0xdead)
     NEEDS_SIM(CALL);
@@ -337,6 +354,7 @@ const struct Case sim_cases[] = {
     ENTRY(vbar_sim_stream_create),
     ENTRY(vbar_sim_stream_destroy),
     ENTRY(vbar_sim_stream_synchronize),
+    ENTRY(vbar_sim_stream_wait),
     ENTRY(vbar_sim_stream_hold),
     ENTRY(vbar_sim_stream_release),
     ENTRY(vbar_sim_stream_begin_capture),

@@ -29,6 +29,7 @@ pub(crate) const HEADERS: &[Header] = &[
             "fault",
             "token",
             "wait",
+            "transfer",
             "model",
             "ahead",
             "dlpack",

@@ -68,6 +68,11 @@ static void check_all_refuse(void) {
     ENDING(vbar_device_free_memory(device, UINT64_MAX, &freed));
     ENDING(vbar_device_cancel_waits(device));
     ENDING(vbar_stream_retire(device, 0));
+    ENDING(vbar_device_read_file(device, 0, 0, 1, held.address, 0));
+    ENDING(vbar_device_write_file(device, 0, 0, 1, held.address, 0));
+    ENDING(vbar_device_copy_from_host(device, text, 1, held.address, 0));
+    ENDING(vbar_device_lock_host(device, text, 1));
+    ENDING(vbar_device_unlock_host(device, text));
     ENDING(vbar_bar_create(device, 1, &other));
     ENDING(vbar_bar_fault(bar, 0, 1, 0, &told));
     ENDING(vbar_bar_free_memory(bar, UINT64_MAX, &freed));

@@ -9,4 +9,5 @@ pub(crate) const HOSTILE: &[&str] = &[
     "tests/abi/hostile_dlpack.c",
     "tests/abi/hostile_sim.c",
     "tests/abi/hostile_torch.c",
+    "tests/abi/hostile_transfer.c",
 ];

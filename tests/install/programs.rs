@@ -42,6 +42,10 @@ enum Kind {
     Test,
     /// Takes a folder and the driver's verbs.
     Failing,
+    /// Takes the library, which it loads and unloads, and prints nothing when all is well.
+    Reload,
+    /// Takes nothing, prints the library's version.
+    Version,
 }
 
 /// A program and how it is checked.
@@ -68,9 +72,11 @@ pub(crate) const EXAMPLES: &[Program] = &[
     example("engine_cpp", &["examples/engine.cpp"], Kind::Engine),
 ];
 
-/// What is run under memcheck. (`tests/abi_cpp.rs` does so with the suite in C++.)
+/// What is run under memcheck: every program in C, and the examples in C++. (`tests/abi_cpp.rs` does
+/// so with the suite in C++, `tests/abi/torch.rs` with what stands in for PyTorch.)
 pub(crate) const CHECKED: &[Program] = &[
     example("smallest_c", &["examples/smallest.c"], Kind::Smallest),
+    example("smallest_cpp", &["examples/smallest.cpp"], Kind::Smallest),
     example("engine_c", &["examples/engine.c"], Kind::Engine),
     example("engine_cpp", &["examples/engine.cpp"], Kind::Engine),
     test("hostile", HOSTILE),
@@ -82,8 +88,66 @@ pub(crate) const CHECKED: &[Program] = &[
     test("addresses", &["tests/abi/addresses.c"]),
     test("log", &["tests/abi/log.c"]),
     test("messages", &["tests/abi/messages.c"]),
+    Program { kind: Kind::Version, ..test("status", &["tests/abi/status.c"]) },
+    Program { kind: Kind::Reload, ..test("reload", &["tests/abi/reload.c"]) },
     Program { leaks: Leaks::Meant, ..test("process", &["tests/abi/process.c"]) },
     Program { kind: Kind::Failing, ..test("failing", &["tests/abi/failing.c"]) },
+];
+
+/// Programs that memcheck is not run with, and why.
+pub(crate) const UNCHECKED: &[(&str, &str)] =
+    &[("tests/abi/gpu.c", "it needs a GPU, where compute-sanitizer watches")];
+
+/// Programs with one mistake each, which memcheck has to find in what the library does with it.
+pub(crate) const WRONG: &[(&str, &str)] = &[
+    (
+        "options_that_were_never_written",
+        r#"
+#include <stdlib.h>
+#include <vbar.h>
+
+int main(void) {
+    VbarDeviceOptions *options = malloc(sizeof *options);
+    VbarDevice device;
+    options->size = sizeof *options;
+    vbar_device_open(options, &device);
+    free(options);
+    return 0;
+}
+"#,
+    ),
+    (
+        "a_text_that_was_freed",
+        r#"
+#include <stdlib.h>
+#include <string.h>
+#include <vbar.h>
+
+int main(void) {
+    VbarDeviceOptions options = {.size = sizeof options};
+    VbarDevice device;
+    char *driver = malloc(64);
+    strcpy(driver, "sim:capacity=64M");
+    options.driver = driver;
+    free(driver);
+    vbar_device_open(&options, &device);
+    return 0;
+}
+"#,
+    ),
+    (
+        "memory_that_nobody_has_any_more",
+        r#"
+#include <stdlib.h>
+#include <vbar.h>
+
+int main(void) {
+    char *volatile lost = malloc(64);
+    lost = NULL;
+    return lost != NULL || vbar_abi_version() != VBAR_ABI_VERSION;
+}
+"#,
+    ),
 ];
 
 impl Program {
@@ -112,7 +176,8 @@ impl Program {
         }
         match self.kind {
             Kind::Smallest => drop(command.arg(&model)),
-            Kind::Engine => {}
+            Kind::Engine | Kind::Version => {}
+            Kind::Reload => drop(command.arg(tree.lib().join("libvbar.so"))),
             Kind::Test => drop(command.arg(folder.path())),
             Kind::Failing => {
                 command.arg(folder.path()).args(Verb::ALL.iter().map(|verb| verb.name()));
@@ -123,7 +188,8 @@ impl Program {
         let good = match self.kind {
             Kind::Smallest => last.contains(" bytes at 0x"),
             Kind::Engine => last == "all results are right",
-            Kind::Test => printed.is_empty(),
+            Kind::Test | Kind::Reload => printed.is_empty(),
+            Kind::Version => last == concat!("vbar ", env!("CARGO_PKG_VERSION")),
             Kind::Failing => last.ends_with(" failures"),
         };
         assert!(good, "{}: {printed}", self.name);

@@ -169,6 +169,11 @@ fn what_stands_in_the_way_is_told() {
         let warning = told["warning"].as_str().unwrap();
         assert!(warning.starts_with("nothing fitted: ") && warning.contains(why), "{warning}");
     }
+    // No budget would help.
+    let small = ["run", text(&path), "--passes", "1", "--json", "--device", "sim:capacity=4M"];
+    let told = json(1, &small);
+    let warning = told["warning"].as_str().unwrap();
+    assert!(warning.contains("the device has 4.0 MiB in all") && warning.contains("--page-size"));
 }
 
 #[test]
@@ -431,10 +436,21 @@ fn stress_asks_no_headroom_that_the_device_has_not() {
 fn stress_that_cannot_check_is_not_good() {
     let arguments = ["stress", "--seconds", "1", "--json", "--device"];
     let report = json(1, &[&arguments[..], &["sim", "--fail", "1"]].concat());
-    assert_eq!((number(&report, "checks"), number(&report, "violations")), (0, 0));
+    let counted = (number(&report, "checks"), number(&report, "violations"));
+    assert_eq!(counted, (0, 0), "{report}");
     assert_eq!(report["ok"], false);
     let report = json(3, &[&arguments[..], &["sim:vmm=0"]].concat());
     assert!(report["error"].as_str().unwrap().contains("no virtual memory"), "{report}");
+}
+
+#[test]
+fn scenario_13_stress_ends_after_so_many_operations() {
+    let arguments = ["stress", "--threads", "8", "--device", "sim", "--json", "--seed", "1"];
+    let report = json(0, &[&arguments[..], &["--operations", "5000"]].concat());
+    assert_eq!((number(&report, "violations"), &report["ok"]), (0, &Value::Bool(true)));
+    assert!(number(&report, "operations") >= 5000, "{report}");
+    let both = [&arguments[..], &["--operations", "5", "--seconds", "1"]].concat();
+    assert_eq!(output(&both).status.code(), Some(2));
 }
 
 #[test]
@@ -442,7 +458,8 @@ fn stress_finds_nothing() {
     for (seed, fail) in [("1", "0"), ("3", "0"), ("5", "0.02")] {
         let arguments = ["stress", "--seconds", "2", "--threads", "3", "--device", "sim", "--json"];
         let report = json(0, &[&arguments[..], &["--seed", seed, "--fail", fail]].concat());
-        assert_eq!((number(&report, "violations"), &report["ok"]), (0, &Value::Bool(true)));
+        let found = (number(&report, "violations"), &report["ok"]);
+        assert_eq!(found, (0, &Value::Bool(true)), "{report}");
         assert_eq!(report["seed"].to_string(), seed);
         assert!(number(&report, "operations") > 100 && number(&report, "checks") > 50, "{report}");
     }

@@ -358,6 +358,28 @@ fn a_trim_waits_for_frames_in_the_hands_of_another_thread() {
 }
 
 #[test]
+fn a_trim_takes_frames_that_begin_to_linger_in_the_hands_of_another_thread() {
+    let world = World::budget(4);
+    let old = world.vbar(2);
+    world.touch(&old, 0..2).unwrap();
+    world.sim.ctx_synchronize().unwrap();
+    world.runtime.refresh().unwrap();
+    // Closing takes both pages: the first goes at once, the second has a use that is under way.
+    world.sim.hold_stream(world.stream).unwrap();
+    let guard = resident(&world, &old, 1..2);
+    world.write(guard.address(), P, 1, world.stream);
+    drop(guard);
+    let trim = || {
+        world.sim.release_stream(world.stream).unwrap();
+        world.sim.stream_synchronize(world.stream).unwrap();
+        world.runtime.trim(0).unwrap()
+    };
+    let trimmed = in_the_middle_of(&world, Verb::MemUnmap, || old.close(), trim);
+    assert_eq!((trimmed, world.used()), (2 * P, 0));
+    world.check();
+}
+
+#[test]
 fn freeing_waits_for_a_page_that_another_thread_faults_in() {
     for whole_device in [false, true] {
         let world = World::budget(4);

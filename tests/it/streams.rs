@@ -284,6 +284,26 @@ fn hundreds_of_streams_come_and_go() {
     world.check();
 }
 
+/// The events of a stream that is gone serve those that come.
+#[test]
+fn streams_that_come_and_go_leave_no_events() {
+    let world = World::budget(2);
+    let vbar = world.vbar(4);
+    let mut counts = Vec::new();
+    for _ in 0..200 {
+        let stream = world.another_stream();
+        for page in [0, 1, 0] {
+            drop(resident_on(&vbar, page..page + 1, stream));
+        }
+        world.runtime.retire_stream(stream).unwrap();
+        world.sim.stream_synchronize(stream).unwrap();
+        world.sim.stream_destroy(stream).unwrap();
+        counts.push(world.sim.live_events());
+    }
+    assert!(counts[199] <= counts[9], "{counts:?}");
+    world.check();
+}
+
 #[test]
 fn a_forced_end_of_run_waits_for_the_holders_work() {
     let world = World::budget(1);

@@ -835,6 +835,22 @@ class Debugging(Case):
                 sim.peek(bytes.address, 8)
 
 
+class Scrubbing(Case):
+    def test_a_page_holds_nothing_of_the_one_before(self):
+        for scrub in (False, True):
+            with open_device(spec(poison=1), budget=PAGE, scrub=scrub) as device:
+                sim = Sim(device)
+                stream = sim.stream()
+                old, new = device.create_bar(PAGE), device.create_bar(PAGE)
+                with old.fault(0, PAGE, stream) as bytes:
+                    sim.write(bytes.address, pattern(PAGE), stream)
+                with new.fault(0, PAGE, stream) as bytes:
+                    found = sim.read(bytes.address, PAGE, stream)
+                self.assertEqual(found == pattern(PAGE), not scrub)
+                self.assertEqual(not any(found), scrub)
+                self.assertEqual(sim.violations(), 0)
+
+
 class Pressure(Case):
     def test_the_librarys_thread_gives_back_what_others_want(self):
         with open_device(threads=True, headroom="24M") as device:

@@ -337,6 +337,19 @@ class Own(unittest.TestCase):
                 model.close()
         self.assertEqual(int(torch.ones(4, device="cuda").sum()), 4)
 
+    def test_a_scrubbed_page_holds_nothing_of_the_one_before(self):
+        gc.collect()
+        with vbar.Device("cuda", budget=4 * PAGE, page_size=PAGE, scrub=True) as device:
+            for _ in range(3):
+                bar = device.create_bar(4 * PAGE)
+                with bar.fault(0, 4 * PAGE) as weight:
+                    for page in range(4):
+                        self.assertEqual(read(weight.address + page * PAGE), bytes(PAGE))
+                        array_at(weight.address + page * PAGE).fill(1)
+                    cupy.cuda.Device().synchronize()
+                # Its frames stay, for the next.
+                bar.close()
+
     def test_the_interpreter_ends_with_tensors_alive(self):
         with tempfile.TemporaryDirectory() as folder:
             path = pathlib.Path(folder) / "model.safetensors"
@@ -359,9 +372,13 @@ class Own(unittest.TestCase):
 
 def read(address):
     """A page at an address, whoever it belongs to."""
+    return array_at(address).copy().get().tobytes()
+
+
+def array_at(address):
+    """The same as an array of CuPy's."""
     memory = cupy.cuda.UnownedMemory(address, PAGE, None, 0)
-    array = cupy.ndarray((PAGE,), cupy.uint8, cupy.cuda.MemoryPointer(memory, 0))
-    return array.copy().get().tobytes()
+    return cupy.ndarray((PAGE,), cupy.uint8, cupy.cuda.MemoryPointer(memory, 0))
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """Finding the library, and its ABI version before anything else."""
 
+import pathlib
 import subprocess
 import unittest
 
@@ -66,12 +67,32 @@ class Library(Case):
         self.assertIn("/nonexistent/libvbar.so is not there", said)
 
     def test_another_library_is_refused(self):
-        said = check_program(self, LOAD, 0, VBAR_LIBRARY="libc.so.6")
-        self.assertIn("libc.so.6 is no vbar library", said)
+        libc = next(
+            line.split()[-1]
+            for line in pathlib.Path("/proc/self/maps").read_text().splitlines()
+            if "/libc.so" in line
+        )
+        said = check_program(self, LOAD, 0, VBAR_LIBRARY=libc)
+        self.assertIn(f"{libc} is no vbar library", said)
         text = self.folder / "libtext.so"
         text.write_text("no library at all")
         said = check_program(self, LOAD, 0, VBAR_LIBRARY=str(text))
         self.assertIn(f"{text} is no vbar library", said)
+
+    def test_a_library_is_named_by_its_whole_path(self):
+        """A name is looked for, and what is found from the current folder is anybody's."""
+        for named in ("libvbar.so", "./libvbar.so", "python_shim/libvbar.so"):
+            said = check_program(self, LOAD, 0, VBAR_LIBRARY=named)
+            self.assertIn(f"VBAR_LIBRARY is {named}: name the library by its whole path", said)
+
+    def test_a_privileged_process_takes_no_library_from_its_environment(self):
+        program = """
+            from vbar import _library
+            _library._is_privileged = lambda: True
+            print(_library._path())
+        """
+        said = check_program(self, program, VBAR_LIBRARY="/tmp/another.so")
+        self.assertEqual(said.strip(), str(ROOT / "python_shim/vbar/libvbar.so"))
 
     def test_the_package_is_imported_without_the_library(self):
         program = "import vbar; print(vbar.NO_STREAM, vbar.Device, vbar.Reason.BUDGET)"

@@ -544,5 +544,67 @@ class Ends(Case):
         self.assertIn("ModuleNotFoundError", errors)
 
 
+class Soak(unittest.TestCase):
+    """The load of benches/soak.py with PyTorch, which has its verdict in test_soak.py."""
+
+    PROGRAM = """
+        import json, os, sys, tempfile, threading
+        sys.path.append(sys.argv[1])
+        import torch, vbar, vbar.sim, vbar.torch
+        KIB = 1 << 10
+        opened = vbar.torch.device
+        def device(ordinal):
+            made = opened(ordinal)
+            torch._dense.sim = vbar.sim.Sim(made)
+            torch._dense.allocator = lambda nbytes: torch.empty(nbytes, device="cuda")
+            return made
+        vbar.torch.device = device
+        import soak_torch
+        soak_torch.PATCHED, soak_torch.RANK = 1, 2
+        folder = tempfile.TemporaryDirectory()
+        options = {
+            "driver": "sim:capacity=4M,granularity=64K", "page": 64 * KIB, "headroom": 0,
+            "budget": 1280 * KIB, "seed": 3, "folder": folder.name, "inject": sys.argv[2],
+            "layers": 8, "model_bytes": 512 * KIB, "tokens": 1,
+        }
+        theirs, say = os.pipe()
+        hear, theirs_too = os.pipe()
+        heard = []
+        def drive():
+            with os.fdopen(hear) as lines:
+                def ask(line):
+                    os.write(say, line.encode() + b"\\n")
+                    heard.append(json.loads(lines.readline()))
+                assert json.loads(lines.readline()) == {"ready": True}
+                for _ in range(2):
+                    os.write(say, b"go 4\\n")
+                    for line in ("stop", "sample", "bare", "sample", "time"):
+                        ask(line)
+                ask("end")
+        thread = threading.Thread(target=drive, daemon=True)
+        thread.start()
+        soak_torch.Torch(options, theirs, theirs_too).serve()
+        thread.join()
+        assert heard[-1] == {"ended": True}, heard[-1]
+        first, last = heard[3], heard[-3]
+        assert last["rounds"] == 8 and last["passes"] > 8 and last["verified"] > 3 << 20, last
+        assert last["evicted"] > 50 and first["tensor_bytes"] == last["tensor_bytes"], heard
+        assert last["used"] <= 4 * 64 * KIB and first["bars"] == last["bars"], heard
+        assert torch._dense.sim.violations() == [], torch._dense.sim.violations()
+        print(last["wrong"], last["interrupted"])
+    """
+
+    def run_load(self, inject):
+        environment = Stand.environment()
+        printed = check_program(self, self.PROGRAM, ROOT / "benches", inject, **environment)
+        return map(int, printed.split())
+
+    def test_the_load_with_pytorch_runs_and_finds_a_wrong_byte(self):
+        wrong, _ = self.run_load("")
+        self.assertEqual(wrong, 0)
+        wrong, _ = self.run_load("byte")
+        self.assertGreater(wrong, 0)
+
+
 if __name__ == "__main__":
     unittest.main()

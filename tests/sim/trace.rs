@@ -16,7 +16,9 @@ lines! {
             by_reader, host_mapped, engine, mappings, jitter,
             // Pages that may be page-locked, less one; staging slots, 0 for four; 0 the library's
             // choice, 1 the page cache, 2 the disk.
-            allowance, slots, prefer
+            allowance, slots, prefer,
+            // Frames are cleared before another page has them.
+            scrub
         },
     }
 }
@@ -53,6 +55,7 @@ impl Trace {
             allowance: u64::from(random.below(4) == 0) * random.below(24),
             slots: random.below(4),
             prefer: random.below(3),
+            scrub: u64::from(seed % 6 == 4),
         };
         let may_lose = seed % 5 == 4;
         let may_die = seed % 11 == 7;

@@ -11,7 +11,7 @@ use vbar::driver::sim::{Sim, SimGraph, SimOptions, Verb};
 use vbar::driver::{Driver, FrameHandle, KernelCall};
 use vbar::host::spare::HostRoom;
 use vbar::memory::pins::Token;
-use vbar::options::{ContextWaits, Eviction, HostMapped, Poison, Prefer};
+use vbar::options::{ContextWaits, Eviction, HostMapped, Poison, Prefer, Scrub};
 use vbar::runtime::Statistics;
 use vbar::sync::device::Device;
 use vbar::torch::{Allocator, PoolId};
@@ -142,6 +142,7 @@ fn options(config: &Config) -> RuntimeOptions {
         allowance,
         slots,
         prefer,
+        scrub,
         ..
     } = config;
     let on = |flag: &u64| *flag != 0;
@@ -151,6 +152,7 @@ fn options(config: &Config) -> RuntimeOptions {
         page_size: PageSize::new(P).unwrap(),
         eviction: if on(strict) { Eviction::Strict } else { Eviction::Aliasing },
         poison: if on(poison) { Poison::On } else { Poison::Off },
+        scrub: if on(scrub) { Scrub::On } else { Scrub::Off },
         context_waits: match no_context_waits {
             0 => ContextWaits::Allowed,
             _ => ContextWaits::Never,

@@ -49,6 +49,7 @@ def configure(
     threads: bool | None = True,
     eviction: Eviction = Eviction.ALIASING,
     poison: bool = False,
+    scrub: bool = False,
     host_mapped: bool = False,
     prefer: Prefer | str = Prefer.AUTO,
     host_allowance: Size | None = None,
@@ -75,6 +76,7 @@ def configure(
         # A wait for the whole context would break the capture of a graph.
         context_waits=ContextWaits.NEVER,
         poison=poison,
+        scrub=scrub,
         host_mapped=host_mapped,
         prefer=prefer,
         host_allowance=host_allowance,

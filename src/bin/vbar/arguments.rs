@@ -2,7 +2,7 @@
 
 use vbar::driver::select::Selection;
 use vbar::model::synth::TOTAL_BYTES_MIN;
-use vbar::options::{Prefer, Threads};
+use vbar::options::{Prefer, Scrub, Threads};
 use vbar::units::{GIB, KIB, MIB, PageSize, format_bytes, parse_bytes};
 
 /// Bytes of a synthetic model.
@@ -51,6 +51,11 @@ pub(crate) fn threads(text: &str) -> Result<Threads, String> {
 /// Yes or no.
 pub(crate) fn on_off(text: &str) -> Result<bool, String> {
     threads(text).map(|threads| threads == Threads::On)
+}
+
+/// Whether frames are cleared.
+pub(crate) fn scrub(text: &str) -> Result<Scrub, String> {
+    on_off(text).map(|on| if on { Scrub::On } else { Scrub::Off })
 }
 
 /// Where model files are read from.

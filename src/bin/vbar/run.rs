@@ -17,7 +17,7 @@ use std::sync::Arc;
 use clap::Args;
 use vbar::driver::select::{self, Opened, Selection};
 use vbar::host::model_files::Model;
-use vbar::options::{HEADROOM_DEFAULT, Prefer, Threads};
+use vbar::options::{HEADROOM_DEFAULT, Prefer, Scrub, Threads};
 use vbar::units::{PageSize, format_bytes, parse_bytes};
 use vbar::{ModelBar, Result, Runtime, RuntimeOptions};
 
@@ -115,6 +115,9 @@ pub(crate) struct Settings {
     /// Most page-locked host memory, 0 for none [default: what the system can spare]
     #[arg(long, value_parser = parse_bytes, value_name = "N")]
     host_allowance: Option<u64>,
+    /// Whether frames are cleared before another page has them: on or off
+    #[arg(long, value_name = "on|off", default_value = "off", value_parser = arguments::scrub)]
+    scrub: Scrub,
 }
 
 /// Runs the command.
@@ -149,6 +152,7 @@ pub(crate) fn carry_out(arguments: &Settings, output: &Output) -> Result<Report>
         threads: Some(arguments.library_threads),
         prefer: arguments.prefer,
         host_allowance: arguments.host_allowance,
+        scrub: arguments.scrub,
         ..RuntimeOptions::default()
     };
     let runtime = Runtime::open(Arc::clone(&opened.driver), opened.device, options)?;

@@ -45,6 +45,10 @@ pub(crate) const HELP: Help = Help {
             "The operations of a seed again, with failing driver calls",
             "vbar stress --device sim --seconds 60 --seed 7 --threads 8 --fail 0.02",
         ),
+        (
+            "A million operations, however long they take",
+            "vbar stress --device sim --threads 8 --operations 1000000",
+        ),
         ("On a GPU or not at all", "vbar stress --device cuda --json"),
     ],
     notes: &[
@@ -77,6 +81,9 @@ pub(crate) struct Arguments {
     /// How long
     #[arg(long, value_name = "N", default_value_t = 10)]
     seconds: u64,
+    /// End after so many operations instead, however long they take
+    #[arg(long, value_name = "N", conflicts_with = "seconds")]
+    operations: Option<std::num::NonZeroU64>,
     /// Operations follow from it [default: drawn, and printed]
     #[arg(long, value_name = "S")]
     seed: Option<u64>,
@@ -188,13 +195,13 @@ fn work(
     {
         sim.fail_rate(arguments.fail, seed);
     }
-    run_threads(&world, workers, Duration::from_secs(arguments.seconds), output);
+    run_threads(&world, workers, arguments, output);
     drop(scope);
     Ok(invariants::look_at_the_end(world, budget_pages * page_size.bytes()))
 }
 
-/// Lets the workers work for `time`, then heals the device and lets them finish.
-fn run_threads(world: &World, workers: Vec<Worker<'_>>, time: Duration, output: &Output) {
+/// Lets the workers work as long as they are told to, then heals the device and lets them finish.
+fn run_threads(world: &World, workers: Vec<Worker<'_>>, arguments: &Arguments, output: &Output) {
     let (stopped, healed) = (Barrier::new(workers.len() + 1), Barrier::new(workers.len() + 1));
     let start = Instant::now();
     let thread_count = workers.len() as u64;
@@ -216,8 +223,13 @@ fn run_threads(world: &World, workers: Vec<Worker<'_>>, time: Duration, output: 
             });
         }
         let bar = if output.draws() { ProgressBar::new_spinner() } else { ProgressBar::hidden() };
-        while start.elapsed() < time && !world.journal.is_stopped() {
-            std::thread::sleep(LOOK_INTERVAL.min(time.saturating_sub(start.elapsed())));
+        // None when it is over.
+        let time_left = || match arguments.operations {
+            Some(count) => (world.journal.operations() < count.get()).then_some(LOOK_INTERVAL),
+            None => Duration::from_secs(arguments.seconds).checked_sub(start.elapsed()),
+        };
+        while let Some(left) = time_left().filter(|_| !world.journal.is_stopped()) {
+            std::thread::sleep(LOOK_INTERVAL.min(left));
             bar.set_message(format!("{} operations", world.journal.operations()));
             bar.tick();
             invariants::look(world, thread_count);

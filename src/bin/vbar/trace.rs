@@ -10,6 +10,7 @@ use std::path::{Path, PathBuf};
 
 use clap::Args;
 use serde::Serialize;
+use vbar::host::output;
 use vbar::trace::{FILE_START, Trace};
 use vbar::units::format_bytes;
 use vbar::{Error, ErrorCode, Result, trace};
@@ -133,7 +134,7 @@ fn check(path: &Path) -> Result<()> {
 }
 
 fn write(trace: &Trace, path: &Path) -> Result<()> {
-    let written = File::create(path).and_then(|file| {
+    let written = output::create(path).and_then(|file| {
         let mut file = BufWriter::new(file);
         trace.write_chrome_json(&mut file)?;
         file.flush()

@@ -19,7 +19,7 @@ use parking_lot::Mutex;
 use crate::driver::sys::{self, *};
 use crate::driver::{
     CaptureMode, CaptureState, Context, DeviceAttribute, DeviceMemory, Driver, DriverCode,
-    DriverError, DriverResult, Event, FrameHandle, GraphRelease, HostNode, KernelCall,
+    DriverError, DriverResult, Event, FrameHandle, GraphRelease, HostNode, KernelCall, select,
 };
 use crate::error::Result;
 use crate::process;
@@ -41,10 +41,9 @@ pub struct Cuda {
     version: i32,
     devices: Vec<Device>,
     kernels: kernels::Loaded,
-    /// Held while a frame or a mapping goes. A driver (580.159, CUDA 13.0) that released a handle
-    /// on one thread while another one unmapped its last mapping freed its record of it twice:
-    /// `abort` in `free`, called from `cuMemUnmap`, within seconds. The driver takes these calls
-    /// one at a time anyway, so the lock costs nothing that can be measured.
+    /// Held while a frame or a mapping goes: a driver (580.159, CUDA 13.0) that released a handle
+    /// while another thread unmapped its last mapping freed its record of it twice (`abort` in
+    /// `cuMemUnmap`). It takes these calls one at a time anyway: the lock costs nothing.
     unmapping: Mutex<()>,
 }
 
@@ -55,8 +54,7 @@ struct Device {
 }
 
 impl Cuda {
-    /// The process's driver: opened and initialised by the first call, the same instance for every
-    /// later one. A failure is not remembered, so that a driver installed meanwhile is found.
+    /// The process's driver, opened and initialised by the first call that succeeds.
     ///
     /// # Errors
     /// `DriverMissing` when the library, or one of its functions, is not there; `Driver` when it
@@ -81,7 +79,9 @@ impl Cuda {
     pub fn open_library(path: &OsStr) -> Result<Arc<Self>> {
         let api = Api::open(path)?;
         let opened = Self::initialise(api);
-        opened.map(Arc::new).map_err(|error| crate::Error::from(error).context(path.display()))
+        let told =
+            |error| crate::Error::from(error).context(path.display()).appended(select::DOCTOR);
+        opened.map(Arc::new).map_err(told)
     }
 
     fn initialise(api: Api) -> DriverResult<Self> {

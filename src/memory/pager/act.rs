@@ -6,6 +6,7 @@
 //! with them. What cannot be undone is quarantined, counted and logged.
 
 mod gradual;
+mod scrub;
 
 use std::sync::Arc;
 
@@ -63,7 +64,8 @@ impl Placed {
     /// When the page may be used whose last copy is done at `copied`. One between tensors has no
     /// copies; its frame's former users count all the same.
     fn ready(&self, filler: &Filler, copied: Ticket) -> Result<Ticket> {
-        let idle = copied.is_none() && !self.claim.users.is_empty();
+        let after = !self.claim.users.is_empty() || filler.is_scrubbing();
+        let idle = copied.is_none() && after;
         if idle { filler.fence() } else { Ok(copied) }
     }
 }
@@ -261,7 +263,8 @@ impl Pager {
         });
         // After the first failure the rest is not tried.
         for (entry, _) in placed.iter().zip(is_published).filter(|(_, published)| !published) {
-            self.withdraw(&entry.claim, entry.frame(), entry.claim.backing.destination());
+            let destination = entry.claim.backing.destination();
+            self.withdraw(&entry.claim, entry.frame(), destination, writer);
         }
         self.notify_changed();
         filled.map_or_else(|error| Err(Failure::Error(error)), |()| Ok(published))
@@ -324,9 +327,13 @@ impl Pager {
         if let Some(filling) = filling {
             self.fill(placed, &bound, filling, ready)?;
         }
+        let scrubbed = self.scrub(placed, &bare, caller)?;
         let mut cleared = None;
         for index in bare {
-            let ticket = self.clear(&placed[index].claim, caller, &mut cleared)?;
+            let ticket = match scrubbed {
+                Some(ticket) => ticket,
+                None => self.clear(&placed[index].claim, caller, &mut cleared)?,
+            };
             ready(index, ticket);
         }
         Ok(())
@@ -360,30 +367,6 @@ impl Pager {
         filled
     }
 
-    /// The ticket after which a page that the program fills may be written by anybody. `cleared`
-    /// is the one behind which the frames of the request are clear of their former users.
-    fn clear(
-        &self,
-        claim: &Claim,
-        caller: Option<Writer>,
-        cleared: &mut Option<Ticket>,
-    ) -> Result<Ticket> {
-        if claim.users.is_empty() {
-            return Ok(Ticket::NONE);
-        }
-        // Another allocation in the same page may be written through another stream: that one has
-        // to wait for the frame's former users as well, which the caller's stream does already.
-        if let Some(ticket) = *cleared {
-            return Ok(ticket);
-        }
-        let Writer { stream, slot } = caller.expect("frames in use are only taken for a stream");
-        let slot = slot.expect("frames in use are only taken for a stream");
-        let ticket = self.device.retry(|| self.device.fences.record(stream, slot));
-        let ticket = ticket.map_err(|error| self.device.note(error))?;
-        *cleared = Some(ticket);
-        Ok(ticket)
-    }
-
     fn publish(&self, claim: &Claim, frame: FrameIndex, ready: Ticket) -> Option<Protected> {
         let page = claim.entry();
         page.set_frame(frame);
@@ -405,11 +388,18 @@ impl Pager {
     /// Takes a mapped page back whose bytes did not arrive; its frame goes where it is told. Copies
     /// may be under way to it, and the frame's former users may not be done. Nobody can pin it in
     /// between.
-    fn withdraw(&self, claim: &Claim, frame: FrameIndex, destination: Destination) {
+    fn withdraw(
+        &self,
+        claim: &Claim,
+        frame: FrameIndex,
+        destination: Destination,
+        writer: Option<Writer>,
+    ) {
         if process::ending() {
             return;
         }
         let mut users = claim.users.clone();
+        users.extend(self.scrubbing(claim, writer));
         if claim.bar.bound().is_some() {
             // Without a fence the copies are waited for, or the next one is theirs too.
             let fence = self.filler().map(|filler| match filler.fence() {

@@ -153,6 +153,18 @@ impl Pager {
         }
     }
 
+    /// Uses that keep old mappings of the device's frames: those that a record covers, and whether
+    /// there are others.
+    pub fn leaving_users(&self) -> (Vec<Ticket>, bool) {
+        let state = self.state.lock();
+        let old = state.lingering.iter().filter(|old| old.frame.is_of_device());
+        let users = old.flat_map(|old| old.users.iter().copied());
+        let pending = users.filter(|user| !self.device.fences.known_passed(*user));
+        let (recorded, others): (Vec<Ticket>, Vec<Ticket>) =
+            pending.partition(|user| self.device.fences.is_recorded(*user));
+        (recorded, !others.is_empty())
+    }
+
     /// Whether frames beyond the budget are on their way whose uses no fence covers.
     pub(super) fn is_release_unknown(&self) -> bool {
         let state = self.state.lock();

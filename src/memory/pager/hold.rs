@@ -67,5 +67,8 @@ impl Generations {
 
 #[cold]
 pub(super) fn too_many_pins() -> Error {
-    Error::new(ErrorCode::TooManyPins, "one has as many pins as can be counted (65535)")
+    Error::new(
+        ErrorCode::TooManyPins,
+        "one has as many pins as can be counted (65535): give guards back",
+    )
 }

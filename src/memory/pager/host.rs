@@ -19,7 +19,7 @@ use crate::units::PageIndex;
 
 impl Pager {
     /// The filler, made at the first binding; the context is current.
-    pub(in crate::memory) fn filler(&self) -> Result<Arc<Filler>> {
+    pub(crate) fn filler(&self) -> Result<Arc<Filler>> {
         // In this order everywhere: the threads are those that were asked for last.
         let reading = self.reading.lock();
         let mut filler = self.filler.lock();

@@ -172,7 +172,9 @@ fn protect_resident<'a>(
                     continue;
                 }
                 Pin::Full => {
-                    let text = format!("page {index} has as many pins as can be counted (65535)");
+                    let text = format!(
+                        "page {index} has as many pins as can be counted (65535): give guards back"
+                    );
                     return Err(Error::new(ErrorCode::TooManyPins, text));
                 }
                 Pin::Absent(word) => word,

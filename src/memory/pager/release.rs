@@ -482,12 +482,22 @@ impl Pager {
         }
         let keep = self.kept_pages(keep_bytes);
         let mut released = self.release_free(keep);
-        // Frames that another thread takes from pages whose time is over come free in a moment.
-        if self.state.lock().frames.held() > keep {
+        // Frames that another thread takes from pages whose time is over come free in a moment;
+        // or, the first time, begin to linger behind mappings that yet another may remove.
+        for _ in 0..2 {
+            if self.state.lock().frames.held() <= keep {
+                break;
+            }
             match self.wait_for_hands(&[Grip::Leaving]) {
-                Ok(true) => released += self.release_free(keep),
-                Ok(false) => {}
-                Err(error) if error.code() == ErrorCode::TimedOut => log::debug!("trim: {error}"),
+                Ok(true) => {
+                    self.reap_now()?;
+                    released += self.release_free(keep);
+                }
+                Ok(false) => break,
+                Err(error) if error.code() == ErrorCode::TimedOut => {
+                    log::debug!("trim: {error}");
+                    break;
+                }
                 Err(error) => return Err(error),
             }
         }

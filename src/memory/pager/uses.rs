@@ -209,7 +209,7 @@ impl Pager {
                 }
             }
             // The slot may have gone to another stream before the stamps were in place.
-            match self.device.fences.confirm(slot) {
+            match self.device.fences.confirm(slot, ticket) {
                 Ok(None) => return,
                 Ok(Some(other)) => slot = other,
                 Err(error) => {

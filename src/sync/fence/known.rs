@@ -6,9 +6,9 @@
 
 use std::num::NonZeroU64;
 
-use super::{FREE, Fences, RETIRED, SLOT_COUNT, StreamSlot};
+use super::{FREE, Fences, RETIRED, Ring, SLOT_COUNT, Slot, StreamSlot};
 use crate::error::{Error, ErrorCode, Result};
-use crate::sync::{Acquire, Relaxed, Release};
+use crate::sync::{AcqRel, Acquire, Relaxed, Release};
 use crate::units::Stream;
 
 /// Marks an id that stands for a handle. The driver's are small numbers.
@@ -162,16 +162,9 @@ impl Fences {
             for index in probe(id) {
                 let slot = &self.slots[index];
                 let mut ring = slot.ring.lock();
-                let reusable = match slot.id.load(Acquire) {
-                    FREE => true,
-                    RETIRED => self.is_idle(slot, &mut ring)?,
-                    _ => take_idle && self.is_idle(slot, &mut ring)?,
-                };
-                if reusable {
+                let is_had = !matches!(slot.id.load(Acquire), FREE | RETIRED);
+                if (take_idle || !is_had) && self.vacate(slot, &mut ring)? {
                     slot.id.store(id.get(), Release);
-                    slot.recorded_at.store(self.ticks.now(), Relaxed);
-                    self.change_capture(slot, false);
-                    slot.waited.iter().for_each(|waited| waited.store(0, Release));
                     return Ok(StreamSlot { index: index as u16, id });
                 }
             }
@@ -181,6 +174,27 @@ impl Fences {
              before they are destroyed"
         );
         Err(Error::new(ErrorCode::Unsupported, text))
+    }
+
+    /// Takes the slot from the stream that had it, when every use of it is known to have passed,
+    /// and forgets what that stream waited for. Returns whether it did; nobody finds the slot then.
+    fn vacate(&self, slot: &Slot, ring: &mut Ring) -> Result<bool> {
+        let before = slot.id.load(Acquire);
+        if !self.is_idle(slot, ring)? {
+            return Ok(false);
+        }
+        slot.id.store(RETIRED, Release);
+        // A use may have been stamped, and confirmed, since the look above. Both sides write
+        // `stamped` between writing their own word and reading the other's: whoever comes second
+        // there sees what the first one wrote.
+        if slot.stamped.fetch_max(0, AcqRel) > slot.passed.load(Acquire) {
+            slot.id.store(before, Release);
+            return Ok(false);
+        }
+        slot.recorded_at.store(self.ticks.now(), Relaxed);
+        self.change_capture(slot, false);
+        slot.waited.iter().for_each(|waited| waited.store(0, Release));
+        Ok(true)
     }
 }
 

@@ -1,8 +1,15 @@
 // A device: options, information, budget, memory given back, statistics, waits, messages.
 
+#include <algorithm>
 #include <atomic>
+#include <cstdio>
+#include <cstdlib>
+#include <memory>
 #include <mutex>
 #include <thread>
+#include <vector>
+
+#include <unistd.h>
 
 #include "check.hpp"
 
@@ -48,6 +55,7 @@ TEST(options_that_mean_nothing_are_refused) {
     refused("host_mapped", [](Options &it) { it.host_mapped = static_cast<vbar::HostMapped>(9); });
     refused("prefer", [](Options &it) { it.prefer = static_cast<vbar::Prefer>(9); });
     refused("poison", [](Options &it) { it.poison = static_cast<vbar::Poison>(9); });
+    refused("scrub", [](Options &it) { it.scrub = static_cast<vbar::Scrub>(9); });
     refused("staging", [](Options &it) { it.staging_slot_count = 1000000; });
 }
 
@@ -221,6 +229,61 @@ TEST(a_stream_is_retired) {
         sim.device.retire_stream(stream);
     }
     sim.device.retire_stream(sim.stream);
+}
+
+TEST(a_file_goes_to_the_device_and_back) {
+    Sim sim;
+    const vbar::Bar bar = sim.device.create_bar(3 * PAGE);
+    auto guard = bar.fault(0, 3 * PAGE, sim.stream);
+    CHECK(guard);
+    std::vector<char> wanted(2 * PAGE + 12345), found(wanted.size());
+    for (std::size_t at = 0; at < wanted.size(); at++) wanted[at] = static_cast<char>(at * 31 / 7);
+    const std::unique_ptr<FILE, int (*)(FILE *)> file(std::tmpfile(), &std::fclose);
+    const int descriptor = fileno(file.get());
+    CHECK_EQ(pwrite(descriptor, wanted.data(), wanted.size(), 100),
+             static_cast<ssize_t>(wanted.size()));
+    const std::uint64_t address = guard->address();
+    sim.device.read_file(descriptor, 100, wanted.size(), address + 512, sim.stream);
+    // Behind the copies on the stream, without a wait of the program's.
+    sim.device.write_file(descriptor, 1 << 20, wanted.size(), address + 512, sim.stream);
+    CHECK_EQ(pread(descriptor, found.data(), found.size(), 1 << 20),
+             static_cast<ssize_t>(found.size()));
+    CHECK(found == wanted);
+    CHECK_THROWS(invalid_argument, sim.device.read_file(-1, 0, 1, address, sim.stream));
+
+    // From memory of its own, locked and not.
+    std::reverse(wanted.begin(), wanted.end());
+    const std::size_t bytes = (wanted.size() + 4095) / 4096 * 4096;
+    const std::unique_ptr<void, void (*)(void *)> memory(std::aligned_alloc(4096, bytes), &free);
+    std::copy(wanted.begin(), wanted.end(), static_cast<char *>(memory.get()));
+    for (const bool locked : {false, true}) {
+        if (locked) sim.device.lock_host(memory.get(), bytes);
+        sim.device.copy_from_host(memory.get(), wanted.size(), address, sim.stream);
+        sim.device.write_file(descriptor, 0, wanted.size(), address, sim.stream);
+        if (locked) sim.device.unlock_host(memory.get());
+        CHECK_EQ(pread(descriptor, found.data(), found.size(), 0),
+                 static_cast<ssize_t>(found.size()));
+        CHECK(found == wanted);
+        std::reverse(wanted.begin(), wanted.end());
+        std::copy(wanted.begin(), wanted.end(), static_cast<char *>(memory.get()));
+    }
+    CHECK_THROWS(not_found, sim.device.unlock_host(memory.get()));
+}
+
+TEST(a_stream_waits_for_another) {
+    Sim sim;
+    const vbar::Bar bar = sim.device.create_bar(PAGE);
+    auto guard = bar.fault(0, PAGE, sim.stream);
+    const auto other = vbar::sim::Stream::create(sim.device);
+    // It waits before it writes.
+    vbar::sim::launch_pattern(sim.device, guard->address(), PAGE, 7, sim.stream, 20000);
+    // Without this the copy would be a race, which the device counts and `Sim` looks for at its end.
+    other.wait_for(sim.stream);
+    std::vector<char> found(PAGE), wanted(PAGE);
+    vbar::sim::copy_to_host(sim.device, found.data(), guard->address(), PAGE, other);
+    other.synchronize();
+    vbar::sim::pattern(wanted.data(), PAGE, 7);
+    CHECK(found == wanted);
 }
 
 struct Heard {

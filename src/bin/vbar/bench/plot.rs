@@ -4,8 +4,10 @@
 //! image formats for a hundred lines.
 
 use std::fmt::Write;
+use std::io::Write as _;
 use std::path::Path;
 
+use vbar::host::output;
 use vbar::{Error, Result};
 
 use crate::output::Output;
@@ -41,7 +43,8 @@ const DASHES: [&str; 6] = ["", "7 4", "", "", "2 3", "10 3 2 3"];
 
 /// Writes charts to a file, and says where they are.
 pub(super) fn write(path: &Path, charts: &[Chart], output: &Output) -> Result<()> {
-    let written = std::fs::write(path, document(charts));
+    let written =
+        output::create(path).and_then(|mut file| file.write_all(document(charts).as_bytes()));
     written.map_err(|error| Error::io(path.display(), &error))?;
     output.line(format!("plot in {}", path.display()));
     Ok(())

@@ -6,7 +6,7 @@ use rustix::fs::{Access, access};
 use serde::Serialize;
 use vbar::Result;
 use vbar::driver::DriverCode;
-use vbar::driver::select::Opened;
+use vbar::driver::select::{self, Opened};
 use vbar::host::kernel_module::module_version;
 use vbar::host::mounts::SystemRoot;
 
@@ -83,6 +83,8 @@ impl DriverFacts {
 
     /// Lines for a driver that does not, `why` being the library's own words.
     pub(super) fn failure_lines(&self, why: &str, root: &SystemRoot) -> Vec<Line> {
+        // Here is what the library's text points to.
+        let why = why.trim_end_matches(select::DOCTOR).trim_end_matches("; ");
         let (text, advice) = why.split_once(". ").unwrap_or((why, ""));
         let advice = if advice.is_empty() { advice_for(text, self) } else { advice };
         let mut lines = vec![Line::problem("driver", text, advice)];

@@ -320,6 +320,12 @@ impl Done<'_> {
                  or raise vm.max_map_count"
                     .to_owned()
             }
+            _ if self.total_bytes().is_some_and(|total| total < least) => format!(
+                "the device has {} in all, and the largest tensor takes {}: use smaller pages \
+                 (--page-size), or another device",
+                format_bytes(self.total_bytes().unwrap_or_default()),
+                format_bytes(least)
+            ),
             _ if self.budget_bytes < least => {
                 format!("raise --budget (at least {})", argument_of_bytes(least))
             }
@@ -328,6 +334,10 @@ impl Done<'_> {
             }
             Some(reason) => format!("faults were refused for {reason}"),
         }
+    }
+
+    fn total_bytes(&self) -> Option<u64> {
+        self.opened.driver.device_total_mem(self.opened.device).ok()
     }
 
     /// Where each tensor fits, one at a time.

@@ -114,8 +114,29 @@ fn all_marks(world: &World) -> Vec<vbar::memory::pager::BarMarks> {
     bare.chain([world.bound().bar.vbar().marks()]).collect()
 }
 
+/// Pages and frames agree: each page with a frame is counted once, and so is each frame.
+fn pages_complaint(world: &World) -> Option<String> {
+    let numbers = world.runtime.numbers();
+    let bare = (0..world.bare.len()).map(|index| world.bare(index).vbar.residency());
+    let pages: Vec<_> = bare.chain([world.bound().bar.vbar().residency()]).collect();
+    let mapped = pages.iter().flatten().filter(|page| page.state.is_mapped()).count() as u64;
+    let others = numbers.free_bytes + numbers.quarantined_bytes + numbers.poison_bytes;
+    let frames = mapped * world.page_bytes() + others;
+    let bars = pages.len() as u64;
+    let agree = numbers.resident_pages == mapped && numbers.used_bytes == frames;
+    match agree && u64::from(numbers.bars) == bars {
+        true => None,
+        false => Some(format!("{bars} VBARs have {mapped} pages mapped: {numbers:?}")),
+    }
+}
+
 /// Gives everything back and sees that nothing is left. After a violation the rest says nothing.
 pub(super) fn look_at_the_end(world: World, budget_bytes: u64) -> Journal {
+    // VBARs that were replaced are gone when all work on them is done.
+    if let Err(error) = settle(&world) {
+        world.journal.violation(format!("at the end: {error}"));
+    }
+    must_become_true(&world, || pages_complaint(&world));
     let World { runtime, sim, device, journal, bare, bound, pause, held_pages, tensors, .. } =
         world;
     let _ = (pause, held_pages, tensors);

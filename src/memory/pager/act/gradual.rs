@@ -112,7 +112,7 @@ impl Pager {
         self.undo(rest);
         for entry in placed {
             let destination = destination_of(&entry);
-            self.withdraw(&entry.claim, entry.frame(), destination);
+            self.withdraw(&entry.claim, entry.frame(), destination, None);
         }
         self.notify_changed();
     }

@@ -17,12 +17,18 @@ from . import _dense
 from ._dense import (  # noqa: F401
     DTYPES,
     arange,
+    as_tensor,
     device,
     dtype,
     empty_like,
+    equal,
+    frombuffer,
+    full,
     inference_mode,
     is_grad_enabled,
+    manual_seed,
     no_grad,
+    randn,
     tensor,
 )
 
@@ -57,6 +63,8 @@ class Tensor(_dense.Dense):
         return self._address if hasattr(self, "_address") else super().data_ptr()
 
     def record_stream(self, stream):
+        if not hasattr(self, "_address"):
+            return super().record_stream(stream)
         self._plug.record(self._address, stream.cuda_stream)
 
     def __del__(self):

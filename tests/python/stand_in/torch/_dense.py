@@ -9,12 +9,17 @@ import contextlib
 import ctypes
 import functools
 import math
+import random
 import struct
+import types
 
 #: The simulated device of what is at device addresses; a test sets it.
 sim = None
+#: What makes bytes on a CUDA device: without, such tensors are in the host's memory.
+allocator = None
 Tensor = None
 _grad = [True]
+_dice = random.Random(1)
 #: Operations that read or wrote tensors, by name.
 done = []
 
@@ -32,6 +37,8 @@ DTYPES = {
     for name, size, code in [
         ("uint8", 1, "B"),
         ("float16", 2, "e"),
+        # Of as many bytes, which is what matters here; its numbers are those of the other.
+        ("bfloat16", 2, "e"),
         ("float32", 4, "f"),
         ("float64", 8, "d"),
         ("int64", 8, "q"),
@@ -66,6 +73,19 @@ class HostStorage:
         self.buffer[at : at + len(data)] = data
 
 
+class BufferStorage:
+    """Memory of somebody else's on the host."""
+
+    def __init__(self, memory):
+        self.memory, self.address = memory, ctypes.addressof(memory)
+
+    def read(self, at, nbytes):
+        return ctypes.string_at(self.address + at, nbytes)
+
+    def write(self, at, data):
+        ctypes.memmove(self.address + at, data, len(data))
+
+
 class MetaStorage:
     address = 0
 
@@ -97,6 +117,9 @@ def make(storage, offset, shape, kind, where, cls=None, requires_grad=False):
 def empty(shape, kind, where=None):
     where = device(where or "cpu")
     nbytes = math.prod(shape) * kind.itemsize
+    if where.type == "cuda" and allocator is not None:
+        own = allocator(nbytes)
+        return make(DeviceStorage(own.data_ptr(), own), 0, shape, kind, where)
     storage = MetaStorage() if where.type == "meta" else HostStorage(nbytes)
     return make(storage, 0, shape, kind, where)
 
@@ -114,8 +137,44 @@ def empty_like(own):
     return empty(shape, kind, where)
 
 
+def frombuffer(memory, dtype):
+    nbytes = ctypes.sizeof(memory)
+    assert nbytes, "both buffer length and count must not be 0"
+    return make(BufferStorage(memory), 0, (nbytes // dtype.itemsize,), dtype, device("cpu"))
+
+
+def as_tensor(data, device=None):
+    """Of what has ``__cuda_array_interface__``, which is kept and not copied."""
+    told = data.__cuda_array_interface__
+    (address, read_only), kind = told["data"], told["typestr"]
+    assert kind == "|u1" and not read_only and told["strides"] is None and told["version"] >= 2
+    where = globals()["device"](device)
+    return make(DeviceStorage(address, data), 0, told["shape"], DTYPES["uint8"], where)
+
+
 def arange(count, dtype=None):
     return tensor(list(range(count)), dtype)
+
+
+def manual_seed(seed):
+    _dice.seed(seed)
+
+
+def randn(*shape, dtype=None, device=None):
+    """Small numbers, so that what is computed of them stays within what a type can have."""
+    made = empty(shape, dtype or DTYPES["float32"], device)
+    _write(made, [_dice.uniform(-0.1, 0.1) for _ in range(math.prod(shape))])
+    return made
+
+
+def full(shape, value, dtype=None, device=None):
+    made = empty(shape, dtype or DTYPES["float32"], device)
+    _write(made, [value] * math.prod(shape))
+    return made
+
+
+def equal(one, other):
+    return one.shape == other.shape and one.tolist() == other.tolist()
 
 
 def is_grad_enabled():
@@ -191,6 +250,11 @@ def _write(own, values):
     storage.write(offset, struct.pack(f"<{len(values)}{kind.code}", *values))
 
 
+def _rows(own):
+    flat, width = _read(own), own._told[2][1]
+    return [flat[at : at + width] for at in range(0, len(flat), width)]
+
+
 def _like(own, values, shape=None, kind=None):
     made = empty(own._told[2] if shape is None else shape, kind or own._told[3], own._told[4])
     made._requires_grad = own._requires_grad and is_grad_enabled()
@@ -214,6 +278,9 @@ class Dense:
     device = Attribute("device", lambda own: own._told[4])
     dtype = Attribute("dtype", lambda own: own._told[3])
     shape = Attribute("shape", lambda own: own._told[2])
+    nbytes = Attribute(
+        "nbytes", lambda own: math.prod(own._told[2]) * own._told[3].itemsize
+    )
     is_cuda = Attribute("is_cuda", lambda own: own._told[4].type == "cuda")
     data = Attribute("data", _alias, _set_data)
     requires_grad = Attribute(
@@ -235,6 +302,10 @@ class Dense:
         return math.prod(self._told[2])
 
     @op
+    def element_size(self):
+        return self._told[3].itemsize
+
+    @op
     def detach(self):
         return _alias(self)
 
@@ -244,13 +315,18 @@ class Dense:
         if isinstance(to, tuple):
             assert math.prod(to) == math.prod(shape)
             return _alias(self, shape=to)
-        assert len(shape) == 1
-        return _alias(self, kind=to, shape=(shape[0] * kind.itemsize // to.itemsize,))
+        last = shape[-1] * kind.itemsize // to.itemsize
+        return _alias(self, kind=to, shape=(*shape[:-1], last))
 
     @op
     def __getitem__(self, index):
         _, offset, shape, kind, _ = self._told
         row = math.prod(shape[1:])
+        if isinstance(index, slice):
+            start, stop, step = index.indices(shape[0])
+            assert step == 1
+            moved = offset + start * row * kind.itemsize
+            return _alias(self, offset=moved, shape=(max(stop - start, 0), *shape[1:]))
         return _alias(self, offset=offset + index * row * kind.itemsize, shape=shape[1:])
 
     @op
@@ -277,6 +353,30 @@ class Dense:
     def copy_(self, other):
         _write(self, _read(other))
         return self
+
+    @op
+    def addmm_(self, one, other):
+        columns = list(zip(*_rows(other)))
+        added = [sum(map(float.__mul__, row, column)) for row in _rows(one) for column in columns]
+        _write(self, [value + more for value, more in zip(_read(self), added)])
+        return self
+
+    @op
+    def __setitem__(self, index, value):
+        _write(self[index], [value])
+
+    @op
+    def sum(self, dtype=None):
+        return tensor([sum(_read(self))], dtype or self._told[3], self._told[4].type)
+
+    @op
+    def numpy(self):
+        storage, offset, _, _, where = self._told
+        assert where.type == "cpu"
+        return types.SimpleNamespace(data=storage.read(offset, self.nbytes))
+
+    def record_stream(self, stream):
+        self._told[0].owner.record_stream(stream)
 
     @op
     def add_(self, other):

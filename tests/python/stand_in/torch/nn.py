@@ -1,4 +1,6 @@
-"""As torch.nn: what a module keeps, how it is called, and three layers."""
+"""As torch.nn: what a module keeps, how it is called, and a few layers."""
+
+import types
 
 from . import _dense
 
@@ -89,17 +91,24 @@ class Module:
                 self._buffers[name] = function(value)
         return self
 
+    def eval(self):
+        self.training = False
+        return self
+
     def to(self, to):
         return self._apply(lambda value: value.to(to))
 
 
 class Linear(Module):
-    def __init__(self, width, rows, bias=True):
+    def __init__(self, width, rows, bias=True, device=None, dtype=None):
         super().__init__()
-        self.weight = Parameter(_dense.empty((rows, width), _dense.DTYPES["float32"]))
+        kind = dtype or _dense.DTYPES["float32"]
+        # Numbers where they are asked for; else there are zeros.
+        made = _dense.randn if device else _made_empty
+        self.weight = Parameter(made(rows, width, dtype=kind, device=device))
         self.register_parameter("bias", None)
         if bias:
-            self.bias = Parameter(_dense.empty((rows,), _dense.DTYPES["float32"]))
+            self.bias = Parameter(_dense.empty((rows,), kind, device))
 
     def forward(self, x):
         return _dense.linear(x, self.weight, self.bias)
@@ -125,3 +134,40 @@ class MultiheadAttention(Module):
     def forward(self, x):
         self.seen = type(self.out_proj.weight)
         return _dense.linear(_dense.linear(x, self.in_proj_weight), self.out_proj.weight)
+
+
+class LayerNorm(Module):
+    """Scales and shifts, and does not normalise."""
+
+    def __init__(self, width, device=None, dtype=None):
+        super().__init__()
+        kind = dtype or _dense.DTYPES["float32"]
+        self.weight = Parameter(_dense.full((width,), 0.5, kind, device))
+        self.bias = Parameter(_dense.full((width,), 0.25, kind, device))
+
+    def forward(self, x):
+        scales = _dense._read(self.weight)
+        scaled = [one * scales[at % len(scales)] for at, one in enumerate(_dense._read(x))]
+        return _dense._like(x, scaled) + self.bias
+
+
+class ModuleList(Module):
+    def __init__(self, modules):
+        super().__init__()
+        for at, module in enumerate(modules):
+            self._modules[str(at)] = module
+
+    def __iter__(self):
+        return iter(self._modules.values())
+
+
+def _made_empty(*shape, dtype, device):
+    return _dense.empty(shape, dtype, device)
+
+
+@_dense.op
+def _gelu(x):
+    return _dense._like(x, [max(0.0, one) for one in _dense._read(x)])
+
+
+functional = types.SimpleNamespace(gelu=_gelu)

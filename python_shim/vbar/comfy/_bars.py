@@ -1,0 +1,359 @@
+"""``ModelVBAR``: a model's addresses, as ComfyUI faults, unpins and ranks them.
+
+Pages are told in units of 32 MiB, which clients know by heart; underneath they are the device's
+own. A signature is an array as long as clients expect, and says of the whole range whether a page
+of it lost its bytes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+import threading
+from typing import Any, Optional, Tuple
+
+from .._bar import Bar
+from .._errors import Error
+from .._guard import Pins
+from .._values import Freed, PageState, Shortfall
+from . import _devices, _pins
+
+logger = logging.getLogger("vbar.comfy")
+
+#: The unit of pages that clients count in.
+PAGE = 32 << 20
+_ALIGNMENT = 512
+_RESIDENT, _PINNED = 1, 2
+_IN_FRAMES = (PageState.ISSUED, PageState.RESIDENT)
+
+#: Addresses of what has none: past all that a device has, each once.
+_nowhere = 1 << 60
+_nowhere_lock = threading.Lock()
+
+#: The VBAR, the first address, the length in bytes.
+Alloc = Tuple["ModelVBAR", int, int]
+
+
+class ModelVBAR:
+    """See the module's text.
+
+    Args:
+        size: addresses, in bytes. More than the card has are addresses that are never resident.
+        device: the device's index.
+        pageout_callback: who would save pages that are written on the device. Not asked: with one
+            nothing is resident, so that nothing is lost.
+
+    Raises:
+        RuntimeError: the device was not opened.
+    """
+
+    page_size = PAGE
+
+    def __init__(self, size: Any, device: Any, pageout_callback: Any = None) -> None:
+        self._bar: Bar | None = None
+        #: By first byte and length, the pins of faults, each with the node's number.
+        self._held: dict[tuple[int, int], list[tuple[Pins, int]]] = {}
+        self._lock = threading.Lock()
+        self._limit = 0
+        context = _devices.get(device)
+        self._context = context
+        self.device = device
+        self.max_size = size
+        self.offset = 0
+        wanted = _devices.saturated(size)
+        pages = min(-(-wanted // PAGE), context.total // PAGE)
+        if pageout_callback is not None:
+            logger.warning("pages that are saved when they leave are not supported: none are kept")
+            pages = 0
+        self._bar = _reserve(context, pages * PAGE) if pages else None
+        #: Bytes that may be resident.
+        self._backed = pages * PAGE if self._bar is not None else 0
+        self.base_addr = self._bar.address if self._bar is not None else _take_nowhere(wanted)
+        context.add(self)
+
+    def __repr__(self) -> str:
+        return f"<ModelVBAR on device {self.device}: {self.offset} of {self.max_size} bytes>"
+
+    def alloc(self, nbytes: Any) -> Alloc:
+        """The next bytes, 512-byte aligned.
+
+        Raises:
+            MemoryError: they do not fit.
+        """
+        nbytes = int(nbytes)
+        with self._lock:
+            start = -(-self.offset // _ALIGNMENT) * _ALIGNMENT
+            if nbytes < 0 or start + nbytes > self.max_size:
+                raise MemoryError(
+                    f"VBAR OOM: {nbytes} bytes at {start} of {self.max_size} that were asked for"
+                )
+            self.offset = start + nbytes
+        return self, self.base_addr + start, nbytes
+
+    def fault(self, address: int, nbytes: int) -> Any:
+        """Makes bytes resident and pins their pages.
+
+        Returns:
+            A signature, which stays the same as long as no page lost its bytes; ``None`` when they
+            are offloaded.
+
+        Raises:
+            RuntimeError: it failed.
+        """
+        at, bar = address - self.base_addr, self._bar
+        if bar is None or at < 0 or at + nbytes > self._backed:
+            return None
+        if nbytes <= 0:
+            return _signature_type(0)()
+        key = at, nbytes
+        held = self._held.get(key)
+        if held:
+            self._drop_leaked(key, held)
+        try:
+            pins = _pins.pin(bar, at, nbytes, self._context.index)
+        except Error as error:
+            raise RuntimeError(f"a fault of {nbytes} bytes at {address:#x} failed: {error}") from error
+        if not pins.token:
+            return None
+        signature = _signature_type(nbytes)()
+        value = pins.signature
+        signature[0], signature[1] = value & 0xFFFF_FFFF, value >> 32
+        # Each step is one of the interpreter's: threads fault and unpin at a time.
+        self._held.setdefault(key, []).append((pins, self._context.epoch))
+        return signature
+
+    def unpin(self, address: int, nbytes: int) -> None:
+        """Gives the pins of one fault of these bytes back, behind the work on the current stream.
+
+        What is not pinned stays so: clients unpin what they may have pinned.
+
+        Raises:
+            RuntimeError: the use is known to no fence.
+        """
+        held = self._held.get((address - self.base_addr, nbytes))
+        if not held:
+            return
+        try:
+            pins, _ = held.pop()
+        except IndexError:
+            # Another thread was quicker.
+            return
+        try:
+            _pins.unpin(pins, _devices.current_stream(self._context.index))
+        except Error as error:
+            raise RuntimeError(f"an unpin of {nbytes} bytes at {address:#x}: {error}") from error
+
+    def prioritize(self, malloc_async_clamp: Any = None) -> None:
+        """Makes this the last to lose pages, and all of it may be resident again."""
+        self._mark(lambda bar: bar.prioritise())
+
+    def deprioritize(self) -> None:
+        """Makes this the first to lose pages."""
+        self._mark(lambda bar: bar.deprioritise())
+
+    def set_watermark_limit(self, nbytes: Any) -> None:
+        """Keeps the first bytes from eviction, whole pages, until the end of the node."""
+        self._limit = _devices.saturated(nbytes)
+        self._mark(lambda bar: bar.set_floor(self._pages_of(bar, self._limit)))
+
+    def set_watermark(self, nbytes: Any) -> None:
+        """Lets only the first bytes be resident, whole pages; others that no pin holds go now."""
+        pages = _devices.saturated(nbytes)
+        self._mark(lambda bar: bar.set_watermark(self._pages_of(bar, pages)))
+
+    def free_memory(self, nbytes: Any) -> int:
+        """Gives memory back, from the end down to the limit. Never raises.
+
+        Returns:
+            The bytes that came; when none did the log says why.
+        """
+        wanted, bar = _devices.saturated(nbytes), self._bar
+        if bar is None or not wanted:
+            return 0
+        try:
+            # A fence behind all that the current stream was given.
+            self._end_of_run(bar)
+            bar.set_floor(self._pages_of(bar, self._limit))
+            freed = bar.free_memory(wanted)
+        except Exception as error:
+            logger.error("%r gave nothing back: %s", self, error)
+            return 0
+        if not freed.bytes:
+            level = logging.WARNING
+            if freed.shortfall in (Shortfall.NOTHING_RESIDENT, Shortfall.NONE):
+                level = logging.DEBUG
+            logger.log(level, "%r gave nothing back of %d bytes: %s", self, wanted, _why(freed))
+        return int(freed.bytes)
+
+    def loaded_size(self) -> int:
+        """Bytes that are resident."""
+        bar = self._bar
+        return 0 if bar is None else bar.info().resident_count * bar.page_size
+
+    def get_nr_pages(self) -> int:
+        """Pages that may be resident at all."""
+        return self._backed // PAGE
+
+    def get_watermark(self) -> int:
+        """Pages that may be resident now."""
+        bar = self._bar
+        return 0 if bar is None else bar.info().watermark * bar.page_size // PAGE
+
+    def get_residency(self) -> list[int]:
+        """Of each page 1 when it is resident, 2 when it is pinned, or both."""
+        bar = self._bar
+        if bar is None:
+            return []
+        pages, size = bar.residency(), bar.page_size
+        told = []
+        for start in range(0, self._backed, PAGE):
+            own = pages[start // size : max(start // size + 1, (start + PAGE) // size)]
+            # What no allocation has is not missed.
+            wanted = own[: max(-(-(self.offset - start) // size), 0)]
+            resident = bool(wanted) and all(page.state in _IN_FRAMES for page in wanted)
+            pinned = any(page.pin_count for page in own)
+            told.append(_RESIDENT * resident | _PINNED * pinned)
+        return told
+
+    def close(self) -> None:
+        """Gives pages and addresses back, when the work that uses them is done. Never blocks."""
+        bar, self._bar = self._bar, None
+        self._backed = 0
+        # Each owner gives its pins back as it goes.
+        self._held = {}
+        if bar is not None:
+            bar.close()
+
+    def __del__(self) -> None:
+        try:
+            self.close()
+        except Exception:
+            # At the end of the interpreter what this needs may be gone; so is the process, then.
+            pass
+
+    def _end_of_node(self) -> None:
+        """Nothing keeps pages from eviction any more but pins, and all uses have a fence."""
+        bar, self._limit = self._bar, 0
+        if bar is None:
+            return
+        pinned = self._end_of_run(bar)
+        if pinned:
+            logger.debug("%r has %d pages that are pinned at the end of a node", self, pinned)
+
+    def _end_of_run(self, bar: Bar) -> int:
+        return bar.end_of_run(_devices.current_stream(self._context.index))
+
+    def _drop_leaked(self, key: tuple[int, int], held: list[tuple[Pins, int]]) -> None:
+        """What a node that was cancelled or failed has pinned, and is pinned anew, is given back:
+        nobody else would, and the pages could never leave.
+        """
+        epoch, leaked = self._context.epoch, []
+        for entry in list(held):
+            if entry[1] != epoch and entry in held:
+                held.remove(entry)
+                leaked.append(entry[0])
+        for pins in leaked:
+            logger.debug("%r: pins of %s from an earlier node are given back", self, key)
+            pins.release()
+
+    def _mark(self, act: Any) -> None:
+        bar = self._bar
+        if bar is None:
+            return
+        try:
+            act(bar)
+        except Error as error:
+            raise RuntimeError(f"{self!r}: {error}") from error
+
+    @staticmethod
+    def _pages_of(bar: Bar, nbytes: int) -> int:
+        return min(-(-nbytes // bar.page_size), bar.page_count)
+
+
+def vbar_fault(alloc: Alloc) -> Any:
+    """As :meth:`ModelVBAR.fault`, of an allocation."""
+    vbar, address, nbytes = alloc
+    return vbar.fault(address, nbytes)
+
+
+def vbar_unpin(alloc: Optional[Alloc]) -> None:
+    """As :meth:`ModelVBAR.unpin`; of ``None`` it does nothing."""
+    if alloc is not None:
+        vbar, address, nbytes = alloc
+        vbar.unpin(address, nbytes)
+
+
+def vbar_signature_compare(first: Any, second: Any) -> bool:
+    """Whether no page was lost between two faults of the same bytes.
+
+    Raises:
+        ValueError: the signatures are of ranges of different lengths.
+    """
+    if first is None or second is None:
+        return False
+    one, other = bytes(first), bytes(second)
+    if len(one) != len(other):
+        raise ValueError(f"signatures of {len(one)} and {len(other)} bytes are of different ranges")
+    return one == other
+
+
+def vbars_analyze(device: Any = None) -> int:
+    """Bytes of VBARs that are resident on a device; ``None`` is the first. 0 for one not opened."""
+    for index, context in list(_devices.contexts.items()):
+        if device is None or index == device:
+            return sum(bar.loaded_size() for bar in context.bars())
+    return 0
+
+
+def vbars_reset_watermark_limits() -> None:
+    """The end of a node: all limits are 0, and what was used has a fence."""
+    for context in list(_devices.contexts.values()):
+        context.epoch += 1
+        for bar in context.bars():
+            try:
+                bar._end_of_node()
+            except Error as error:
+                logger.warning("the end of a node for %r: %s", bar, error)
+
+
+def _reserve(context: _devices.Context, nbytes: int) -> Bar | None:
+    """Addresses that can be backed; ``None`` where the device has none."""
+    try:
+        bar = context.device.create_bar(nbytes)
+        if bar.info().has_addresses:
+            return bar
+        why = "no addresses"
+        bar.close()
+    except Error as error:
+        why = str(error)
+    logger.warning("%d bytes could not be reserved, all of them are offloaded: %s", nbytes, why)
+    return None
+
+
+def _take_nowhere(nbytes: int) -> int:
+    global _nowhere
+    with _nowhere_lock:
+        start = _nowhere
+        _nowhere += max(-(-nbytes // PAGE), 1) * PAGE
+    return start
+
+
+@functools.lru_cache(maxsize=None)
+def _type_of_length(count: int) -> Any:
+    return ctypes.c_uint32 * count
+
+
+def _signature_type(nbytes: int) -> Any:
+    return _type_of_length(nbytes // PAGE + 2)
+
+
+def _why(freed: Freed) -> str:
+    words = {
+        Shortfall.NOTHING_RESIDENT: "nothing of it is resident",
+        Shortfall.AT_FLOOR: "what is left is below its watermark limit",
+        Shortfall.ALL_PINNED: f"{freed.pinned_count} pages are pinned",
+        Shortfall.FENCE_UNKNOWN: "what is left was used by streams that no fence covers",
+        Shortfall.TIMED_OUT: "what is left was still in use when the time was over",
+    }
+    return words.get(freed.shortfall, str(freed.shortfall))
