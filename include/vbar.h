@@ -20,12 +20,14 @@
    INVALID_ARGUMENT  a pointer that is NULL or not aligned, a size field that no version has, a
                      number that is not allowed; some say more
    STALE_HANDLE      an id that was closed or never given out; of a token it is STALE_TOKEN
-   PROCESS_ENDING    the process is exiting, or is the child of a fork
+   PROCESS_ENDING    the process is exiting, or is the child of a fork that came while a device was
+                     open or being opened, or after that
    INTERNAL          a bug of the library, or 16.7 million things of a kind that are open
 
  "The driver's" are DRIVER and DEVICE_LOST. CLOSED is for a VBAR that another thread closed during
  the call. A function that takes a stream may have to find out which of 256 others are done, when as
  many were used and not retired: then it may return UNSUPPORTED, TIMED_OUT or CANCELLED too.
+ A handler of a signal may call vbar_device_cancel_waits and nothing else.
  */
 
 /*
@@ -2283,7 +2285,9 @@ VbarStatus vbar_thread_set_wait_check(VbarWaitCheck check, void *user);
 
 /*
  Ends every wait that is under way on the device with `VBAR_STATUS_CANCELLED`; later ones are not
- touched. Statuses: the common ones. Thread-safe; for another thread than the one that waits.
+ touched. Statuses: the common ones. Thread-safe. For another thread than the one that waits, or
+ for a handler of a signal: of all functions this one may be called there, with a device that
+ nobody closes meanwhile, on a thread that has called the library before.
  */
 VbarStatus vbar_device_cancel_waits(struct VbarDevice device);
 

@@ -73,13 +73,15 @@ programs() {
     step 100 ./vbar synth "$folder/small.safetensors" --bytes 1M --seed 7
     export VBAR_TEST_DRIVER=cuda VBAR_DRIVER=cuda
     compiled hostile 60 tests/abi/hostile*.c -- "$folder"
-    for test in gpu sizes life threads files log process; do
+    for test in gpu sizes life threads files log process opening signals reset; do
         compiled "$test" 120 "tests/abi/$test.c" -- "$folder"
     done
     compiled reload 60 tests/abi/reload.c -- lib/libvbar.so
     # The library's own thread beside the program's.
     VBAR_TEST_THREADS=1 step 60 built/threads "$folder"
-    VBAR_TEST_THREADS=1 step 60 built/process "$folder"
+    VBAR_TEST_THREADS=1 step 120 built/process "$folder"
+    VBAR_TEST_THREADS=1 step 60 built/signals "$folder"
+    VBAR_TEST_THREADS=1 step 60 built/reload lib/libvbar.so
     for language in c cpp; do
         compiled "engine-$language" 60 "examples/engine.$language" --
         step 120 "built/engine-$language" "$folder/model.safetensors" 300

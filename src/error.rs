@@ -110,6 +110,13 @@ impl Error {
         self.with_text(|text| format!("{text}; {more}"))
     }
 
+    /// The same error as one from which the device does not come back.
+    #[must_use]
+    pub(crate) fn losing(mut self) -> Self {
+        self.parts.code = ErrorCode::DeviceLost;
+        self
+    }
+
     fn with_text(mut self, change: impl FnOnce(&str) -> String) -> Self {
         self.parts.text = change(&self.parts.text).into_boxed_str();
         self

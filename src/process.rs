@@ -7,6 +7,10 @@
 //! madvise(2)), the exit through one handler that is registered after the driver was loaded, so
 //! that it runs before the driver's own. Nothing is freed here.
 //!
+//! A child that was forked before the library had anything is no such child: it may open devices
+//! of its own. So the forks that count are those while somebody is [`entering`], which is said
+//! before the first lock of an opening is taken, and all those after it has succeeded.
+//!
 //! A thread of the library's own takes none of the program's signals ([`spawn`]), and the exit
 //! waits a moment for what it is in the middle of ([`work`]).
 
@@ -14,7 +18,7 @@
 
 use std::ffi::OsString;
 use std::sync::Once;
-use std::sync::atomic::{AtomicPtr, AtomicU8, AtomicU32, Ordering, fence};
+use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU8, AtomicU32, Ordering, fence};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -22,27 +26,85 @@ use crate::error::{Error, ErrorCode, Result};
 
 /// What the byte says while calls may be made.
 const ALIVE: u8 = 1;
-/// What it says once the process exits. 0 is what the kernel writes: it is a forked child.
+/// What it says once the process exits.
 const EXITING: u8 = 2;
+/// What the kernel writes: it is a forked child, unless nobody was [`entering`] at the fork.
+const WIPED: u8 = 0;
 
-/// The byte before [`watch`], and where a fork is not seen.
+/// The byte before the first [`entering`], and where a fork is not seen.
 static UNWATCHED: AtomicU8 = AtomicU8::new(ALIVE);
 /// The byte to ask: `UNWATCHED`, or the one that the kernel wipes in a forked child.
 static ASKED: AtomicPtr<AtomicU8> = AtomicPtr::new((&raw const UNWATCHED).cast_mut());
+/// Calls that are entering, and what has stayed of those that succeeded. A forked child has a copy
+/// of it, which tells what its parent was doing.
+static ENTERED: AtomicU32 = AtomicU32::new(0);
+/// Whether one of those that succeeded has stayed.
+static STAYED: AtomicBool = AtomicBool::new(false);
+
+/// A call that may be in the middle of something at a fork, from [`entering`].
+#[must_use = "it ends when it is dropped"]
+pub struct Entering(());
+
+/// As [`entering`], for what may be called in a child.
+///
+/// # Errors
+/// `ProcessEnding`.
+pub fn enter() -> Result<Entering> {
+    check()?;
+    Ok(entering())
+}
+
+/// Says, before any lock is taken, that the calling thread begins what makes a child that is forked
+/// meanwhile useless: it would have copies of locks that nobody gives back, and of a driver that is
+/// half open. Takes no lock itself. Where the kernel has no `MADV_WIPEONFORK` (before 4.14) a fork
+/// is not seen.
+pub fn entering() -> Entering {
+    // The byte is there before the count says so: a fork in between is one of before. In such a
+    // child it is put right first, so that its own count is not taken for its parent's.
+    watch_forks();
+    let _ = is_forked();
+    ENTERED.fetch_add(1, Ordering::SeqCst);
+    Entering(())
+}
+
+impl Entering {
+    /// It has succeeded: every child from now on is one that may do nothing.
+    pub fn stay(self) {
+        // One of them is enough, however often a device is opened.
+        if !STAYED.swap(true, Ordering::SeqCst) {
+            std::mem::forget(self);
+        }
+    }
+}
+
+impl Drop for Entering {
+    fn drop(&mut self) {
+        ENTERED.fetch_sub(1, Ordering::SeqCst);
+    }
+}
 
 /// Starts watching for fork and exit; called after the driver is open. Later calls do nothing.
-///
-/// Where the kernel has no `MADV_WIPEONFORK` (before 4.14) a fork is not seen.
 pub fn watch() {
     static WATCH: Once = Once::new();
     WATCH.call_once(|| {
+        entering().stay();
         // SAFETY: `on_exit` is a plain C function of static life time; atexit may be called at any
         // time and its failure only means that the exit is not seen.
         unsafe { libc::atexit(on_exit) };
-        if let Some(flag) = fork_flag() {
-            ASKED.store(std::ptr::from_ref(flag).cast_mut(), Ordering::Release);
-        }
     });
+}
+
+/// Puts the byte that the kernel wipes in its place, once. Threads that come here at the same time
+/// each make one, and one of them stays: a lock would be what a fork finds held.
+fn watch_forks() {
+    let unwatched = (&raw const UNWATCHED).cast_mut();
+    if ASKED.load(Ordering::Acquire) != unwatched {
+        return;
+    }
+    let Some(flag) = fork_flag() else { return };
+    let made = std::ptr::from_ref(flag).cast_mut();
+    // One OS page stays behind where another thread was first.
+    let _ = ASKED.compare_exchange(unwatched, made, Ordering::AcqRel, Ordering::Acquire);
 }
 
 /// Whether the process is exiting or is the child of a fork: then nothing may be called, freed or
@@ -51,14 +113,31 @@ pub fn watch() {
 #[inline]
 #[must_use]
 pub fn ending() -> bool {
-    asked().load(Ordering::Relaxed) != ALIVE
+    match asked().load(Ordering::Relaxed) {
+        ALIVE => false,
+        WIPED => is_child(),
+        _ => true,
+    }
 }
 
 /// Whether the process is the child of a fork.
 #[inline]
 #[must_use]
 pub(crate) fn is_forked() -> bool {
-    asked().load(Ordering::Relaxed) == 0
+    asked().load(Ordering::Relaxed) == WIPED && is_child()
+}
+
+/// In a child: whether its parent had, or was about to have, anything at the fork. If it had not,
+/// the child is a process as any other from now on.
+#[cold]
+fn is_child() -> bool {
+    if ENTERED.load(Ordering::SeqCst) == 0 {
+        // Not over what another thread of the child has made of it meanwhile.
+        let (now, then) = (Ordering::SeqCst, Ordering::SeqCst);
+        let _ = asked().compare_exchange(WIPED, ALIVE, now, then);
+    }
+    // What another thread of the child has entered, it entered after it had come by here.
+    asked().load(Ordering::SeqCst) == WIPED
 }
 
 #[inline]
@@ -208,14 +287,12 @@ fn fork_flag() -> Option<&'static AtomicU8> {
 mod tests {
     use super::*;
 
-    #[test]
-    fn a_forked_child_knows_it() {
-        watch();
-        assert!(!ending());
-        // SAFETY: the child calls only `ending` and `_exit`, both safe after a fork.
+    /// Whether a child says that it is good.
+    fn in_child(look: impl FnOnce() -> bool) -> bool {
+        // SAFETY: the child calls what is under test, which takes no lock, and `_exit`.
         let child = unsafe { libc::fork() };
         if child == 0 {
-            let code = i32::from(!ending());
+            let code = i32::from(!look());
             // SAFETY: ends the child without running handlers of the parent.
             unsafe { libc::_exit(code) };
         }
@@ -223,8 +300,43 @@ mod tests {
         let mut status = 0;
         // SAFETY: `status` is a valid place for the child's status.
         let waited = unsafe { libc::waitpid(child, &raw mut status, 0) };
-        assert_eq!(waited, child);
-        assert_eq!(status, 0, "the child did not see that it is one");
+        waited == child && status == 0
+    }
+
+    #[test]
+    fn a_forked_child_knows_it() {
+        watch();
         assert!(!ending());
+        assert!(in_child(|| ending() && is_forked()), "the child did not see that it is one");
+        assert!(!ending());
+    }
+
+    /// In a process where nobody else enters anything: its own children, and theirs.
+    #[test]
+    fn a_child_of_before_is_a_process_as_any_other() {
+        let alone = || {
+            // As in a process that has just begun, whatever other tests did in this one.
+            ENTERED.store(0, Ordering::SeqCst);
+            STAYED.store(false, Ordering::SeqCst);
+            asked().store(ALIVE, Ordering::SeqCst);
+            let failed = entering();
+            // The parent is entering: whoever comes of that may do nothing, and none of theirs.
+            let mut good = in_child(|| ending() && is_forked() && in_child(ending));
+            drop(failed);
+            // That has failed: the next one may, and so may its own child before it enters.
+            good &= in_child(|| {
+                let mut good = !is_forked() && !ending() && in_child(|| !ending());
+                let entered = entering();
+                good &= !ending() && in_child(ending);
+                entered.stay();
+                good && !ending() && in_child(ending)
+            });
+            // A child that enters before it asks, too.
+            good && in_child(|| {
+                let _entered = entering();
+                !ending() && !is_forked()
+            })
+        };
+        assert!(in_child(alone));
     }
 }

@@ -239,6 +239,95 @@ fn no_error_is_noted_within_a_message() {
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
 }
 
+/// Those of faults met in the field: `docs/scenarios.md`.
+const SCENARIOS: &[u32] = &[
+    1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 13, 14, 15, 17, 18, 19, 20, 22, 23, 24, 25, 26, 28, 29, 30, 31,
+    32, 34, 35, 36, 38, 39, 41, 42, 43, 44, 46, 47, 49, 50, 51, 52, 56, 57, 58, 59, 60,
+];
+
+/// The tests of a file in Rust or Python.
+fn tests_of(path: &str) -> Vec<String> {
+    let text = fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join(path));
+    let text = text.unwrap_or_else(|error| panic!("{path}: {error}"));
+    let name = |line: &str| line.split('(').next().unwrap().to_owned();
+    if path.ends_with(".py") {
+        let starts = text.lines().filter_map(|line| line.trim_start().strip_prefix("def test_"));
+        return starts.map(|line| format!("test_{}", name(line))).collect();
+    }
+    let after = text.split("#[test]\n").skip(1);
+    after.map(|rest| name(rest.split_once("fn ").unwrap().1)).collect()
+}
+
+/// The scenarios that a test has in its name.
+fn scenarios_of(test: &str) -> Vec<u32> {
+    let Some((_, rest)) = test.split_once("scenario") else { return Vec::new() };
+    let words = rest.trim_start_matches('s').split('_').skip(1);
+    let numbers = words.take_while(|word| *word == "and" || word.parse::<u32>().is_ok());
+    numbers.filter_map(|word| word.parse().ok()).collect()
+}
+
+fn files_of_tests() -> Vec<String> {
+    let python = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/python");
+    let names = fs::read_dir(python).unwrap().map(|entry| entry.unwrap().file_name());
+    let names = names.filter_map(|name| name.into_string().ok());
+    let python = names.filter(|name| name.starts_with("test_") && name.ends_with(".py"));
+    let rust = sources("tests").into_iter().map(|path| relative(&path));
+    rust.chain(python.map(|name| format!("tests/python/{name}"))).collect()
+}
+
+/// Whether a name of a test, `tests/a.rs::name` or `tests/a.rs::begin*`, means that test.
+fn means(named: &str, path: &str, test: &str) -> bool {
+    let (file, name) = named.split_once("::").unwrap();
+    file == path
+        && name.strip_suffix('*').map_or(name == test, |beginning| test.starts_with(beginning))
+}
+
+fn check_where(row: &str, named: &[&str], told: &str) {
+    let on_gpu = |name: &&&str| name.contains("_gpu.py::") || name.starts_with("tests/device.rs::");
+    let gpu = named.iter().filter(on_gpu).count();
+    let expected = match (gpu, named.len() - gpu) {
+        (0, 0) => "",
+        (0, _) => "sim",
+        (_, 0) => "GPU",
+        _ => "sim, GPU",
+    };
+    assert_eq!(told, expected, "{row}");
+}
+
+#[test]
+fn every_scenario_has_its_tests_or_says_why_not() {
+    let page = Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/scenarios.md");
+    let page = fs::read_to_string(page).unwrap();
+    let tests: Vec<(String, Vec<String>)> =
+        files_of_tests().into_iter().map(|path| (path.clone(), tests_of(&path))).collect();
+    let mut rows = std::collections::BTreeMap::new();
+    for line in page.lines().filter(|line| line.starts_with("| ") && !line.ends_with("| on |")) {
+        let cells: Vec<&str> = line.trim_matches('|').split('|').map(str::trim).collect();
+        let [number, _, kept_out, named, told] = cells[..] else { panic!("{line}") };
+        let named: Vec<&str> = named.split('`').skip(1).step_by(2).collect();
+        for named in &named {
+            let (path, _) = named.split_once("::").unwrap_or_else(|| panic!("{named}"));
+            let is_there = tests_of(path).iter().any(|test| means(named, path, test));
+            assert!(is_there, "docs/scenarios.md: there is no test {named}");
+        }
+        check_where(line, &named, told);
+        assert!(!named.is_empty() || kept_out.starts_with("cannot apply"), "{line}");
+        if let Ok(number) = number.parse::<u32>() {
+            assert!(rows.insert(number, named).is_none(), "{number} stands there twice");
+        }
+    }
+    assert_eq!(rows.keys().copied().collect::<Vec<_>>(), SCENARIOS);
+    for (path, tests) in &tests {
+        for (test, number) in
+            tests.iter().flat_map(|test| scenarios_of(test).into_iter().map(move |one| (test, one)))
+        {
+            let row = rows.get(&number).unwrap_or_else(|| panic!("{path}: {test}: no such number"));
+            let is_there = row.iter().any(|named| means(named, path, test));
+            assert!(is_there, "docs/scenarios.md lacks {path}::{test} in row {number}");
+        }
+    }
+}
+
 /// The texts of the library, as they are when their lines are joined.
 fn texts() -> String {
     let mut all = String::new();

@@ -85,9 +85,11 @@ impl Selection {
 /// nothing, `HostMemory` when the system does not give a simulated device its addresses,
 /// `ProcessEnding`. `Auto` without the variable never fails for want of a driver.
 pub fn open(selection: &Selection) -> Result<Opened> {
-    process::check()?;
+    let entering = process::enter()?;
     let variable = process::variable(VARIABLE).map(|text| text.to_string_lossy().into_owned());
-    open_with(selection, variable.as_deref(), Cuda::open)
+    let opened = open_with(selection, variable.as_deref(), Cuda::open)?;
+    entering.stay();
+    Ok(opened)
 }
 
 /// As [`open`], through drivers that the process shares: one CUDA driver, and a simulated one for
@@ -96,8 +98,14 @@ pub fn open(selection: &Selection) -> Result<Opened> {
 /// # Errors
 /// As [`open`].
 pub fn open_shared(selection: &Selection) -> Result<Opened> {
+    let entering = process::enter()?;
+    let opened = find_or_open(selection)?;
+    entering.stay();
+    Ok(opened)
+}
+
+fn find_or_open(selection: &Selection) -> Result<Opened> {
     static SIMULATED: Mutex<Vec<Weak<Sim>>> = Mutex::new(Vec::new());
-    process::check()?;
     let selection = match (selection, from_environment()) {
         (Selection::Auto, Some(named)) => named?,
         _ => selection.clone(),

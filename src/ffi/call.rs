@@ -19,15 +19,22 @@ thread_local! {
 /// Runs the body of an export.
 #[inline(always)]
 pub(super) fn call(body: impl FnOnce() -> Result<()>) -> VbarStatus {
+    let status = call_in_handler(body);
+    log::deliver();
+    status
+}
+
+/// As [`call`], for exports that a handler of a signal may call: nobody's callback runs, and no
+/// lock is taken that the interrupted thread may have.
+#[inline(always)]
+pub(super) fn call_in_handler(body: impl FnOnce() -> Result<()>) -> VbarStatus {
     // The status is made inside, so that a hit carries no result through memory.
     let guarded = || match process::check().and_then(|()| body()) {
         Ok(()) => VbarStatus::Ok,
         Err(error) => failed(&error),
     };
     let status = catch_unwind(AssertUnwindSafe(guarded));
-    let status = status.unwrap_or_else(|panic| failed(&panicked(&*panic)));
-    log::deliver();
-    status
+    status.unwrap_or_else(|panic| failed(&panicked(&*panic)))
 }
 
 /// What a panic of ours is told as.

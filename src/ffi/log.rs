@@ -17,6 +17,7 @@ use super::call::{call, invalid, keeping_message};
 use super::status::VbarStatus;
 use super::value::{Out, OutArray, Plain};
 use crate::error::{Error, ErrorCode, Result};
+use crate::process::{ending, entering};
 use crate::sync::{AcqRel, AtomicBool, Mutex, Ordering, Relaxed, Release};
 
 /// How serious a message is.
@@ -129,6 +130,7 @@ pub unsafe extern "C" fn vbar_log_set_callback(
         install()?;
         let callback = callback.map(|function| Callback { function, user });
         {
+            let _entering = entering();
             let mut queue = LOGGER.queue.lock();
             let queue = queue.get_or_insert_default();
             queue.callback = callback;
@@ -171,12 +173,14 @@ pub unsafe extern "C" fn vbar_log_poll(
 }
 
 fn next_message() -> Option<(u32, String)> {
+    let _entering = entering();
     LOGGER.queue.lock().as_mut()?.next_message()
 }
 
 /// Makes the C ABI's logger the process's, once.
 fn install() -> Result<()> {
     static INSTALLED: Mutex<bool> = Mutex::new(false);
+    let _entering = entering();
     let mut installed = INSTALLED.lock();
     if !*installed {
         ::log::set_logger(&LOGGER).map_err(|_| {
@@ -192,7 +196,7 @@ fn install() -> Result<()> {
 #[inline]
 pub(super) fn deliver() {
     // After a fork the queue's lock may be held for ever; at exit the callback's owner may be gone.
-    if LOGGER.pending.load(Relaxed) && !crate::process::ending() {
+    if LOGGER.pending.load(Relaxed) && !ending() {
         LOGGER.deliver();
     }
 }
@@ -205,9 +209,11 @@ impl Logger {
 
     #[cold]
     fn deliver(&self) {
+        // A child that is forked meanwhile would wait for its end for ever.
+        let _entering = entering();
         // What is queued between the last look and the end of the delivery is left to it by who
         // queued it, so it looks again.
-        while self.pending.load(Relaxed) && !crate::process::ending() {
+        while self.pending.load(Relaxed) && !ending() {
             // Exchanged at both ends: who finds a delivery under way is seen by its end, and what
             // was queued before with it.
             if self.delivering.swap(true, AcqRel) {
@@ -223,7 +229,7 @@ impl Logger {
 
     fn deliver_queued(&self) {
         // A callback may fork.
-        while !crate::process::ending()
+        while !ending()
             && let Some((callback, level, text)) = self.next_delivery()
         {
             let text = CString::new(text.replace('\0', " ")).unwrap_or_default();
@@ -288,9 +294,10 @@ impl Log for Logger {
 
     fn log(&self, record: &Record<'_>) {
         // In a forked child the queue's lock may be held, or waited for, by nobody who is there.
-        if !self.enabled(record.metadata()) || crate::process::ending() {
+        if !self.enabled(record.metadata()) || ending() {
             return;
         }
+        let _entering = entering();
         let mut queue = self.queue.lock();
         let queue = queue.get_or_insert_default();
         queue.push(record, Instant::now());

@@ -6,7 +6,7 @@ use std::ffi::c_void;
 use std::ops::ControlFlow;
 use std::time::Duration;
 
-use super::call::call;
+use super::call::{call, call_in_handler};
 use super::device::{self, VbarDevice};
 use super::status::VbarStatus;
 use crate::sync::wait::{WaitCheck, set_wait_check};
@@ -53,10 +53,12 @@ pub unsafe extern "C" fn vbar_thread_set_wait_check(
 }
 
 /// Ends every wait that is under way on the device with `VBAR_STATUS_CANCELLED`; later ones are not
-/// touched. Statuses: the common ones. Thread-safe; for another thread than the one that waits.
+/// touched. Statuses: the common ones. Thread-safe. For another thread than the one that waits, or
+/// for a handler of a signal: of all functions this one may be called there, with a device that
+/// nobody closes meanwhile, on a thread that has called the library before.
 #[unsafe(no_mangle)]
 pub extern "C" fn vbar_device_cancel_waits(device: VbarDevice) -> VbarStatus {
-    call(|| {
+    call_in_handler(|| {
         device::find(device)?.runtime.cancel_waits();
         Ok(())
     })

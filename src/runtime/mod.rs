@@ -97,7 +97,7 @@ impl Runtime {
         device: DeviceOrdinal,
         options: RuntimeOptions,
     ) -> Result<Self> {
-        process::check()?;
+        let _entering = process::enter()?;
         let mut registry = REGISTRY.lock();
         registry.retain(|entry| entry.runtime.strong_count() > 0);
         if let Some(runtime) = find(&registry, &driver, device) {
@@ -130,7 +130,7 @@ impl Runtime {
     /// # Errors
     /// `DeviceNotRegistered` when it is not.
     pub fn opened(driver: &Arc<dyn Driver>, device: DeviceOrdinal) -> Result<Self> {
-        process::check()?;
+        let _entering = process::enter()?;
         find(&REGISTRY.lock(), driver, device).ok_or_else(|| {
             let text = format!("device {device} was not opened; open it first");
             Error::new(ErrorCode::DeviceNotRegistered, text)
@@ -170,6 +170,7 @@ impl Runtime {
     fn start(&self) -> Result<()> {
         {
             let _scope = self.device().enter()?;
+            self.device().confirm_context();
             self.device().fences.prepare_context_wait()?;
             if self.device().capture_state(Stream::LEGACY)? == CaptureState::None {
                 self.device().fences.learn_default_stream()?;

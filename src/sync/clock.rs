@@ -2,7 +2,8 @@
 //!
 //! Counts the processor's time stamps on x86-64, nanoseconds elsewhere. Only good for "has about so
 //! much time passed": the rate is learned from [`Instant`] as it goes, and a processor whose count
-//! jumps makes a fence come early or late, no more.
+//! jumps, as over a suspend or a move of a virtual machine, makes a fence come early, or late by a
+//! few intervals, no more.
 
 #![cfg_attr(
     target_arch = "x86_64",
@@ -13,6 +14,9 @@ use std::time::{Duration, Instant};
 
 use crate::sync::Relaxed;
 use crate::sync::fixed::AtomicU64;
+
+/// Ticks of the fastest clock there may be, in a nanosecond.
+const RATE_MAX: u64 = 10;
 
 /// Tells roughly whether an interval is over.
 pub struct Ticks {
@@ -49,16 +53,23 @@ impl Ticks {
 
     /// Learns the rate; called now and then, where a slower clock does not hurt.
     pub fn learn(&self) {
-        let nanos = self.started.elapsed().as_nanos().max(1);
-        let ticks = u128::from(read().wrapping_sub(self.first));
-        let interval = self.interval.as_nanos().saturating_mul(ticks) / nanos;
-        let interval = u64::try_from(interval).unwrap_or(u64::MAX);
-        // Every hit reads it: not written for less than a hundredth.
         let known = self.interval_ticks.load(Relaxed);
-        if interval.abs_diff(known) > known / 100 {
+        let told = ticks_of(self.interval, self.first, read(), self.started.elapsed());
+        // Every hit reads it: not written for less than a hundredth.
+        if let Some(interval) = told.filter(|told| told.abs_diff(known) > known / 100) {
             self.interval_ticks.store(interval, Relaxed);
         }
     }
+}
+
+/// The interval in ticks, from a count that went from `first` to `now` while so much time passed.
+/// A count that was put back says nothing; one that was put forward says at most a rate that there
+/// may be.
+fn ticks_of(interval: Duration, first: u64, now: u64, passed: Duration) -> Option<u64> {
+    let ticks = now.checked_sub(first)?;
+    let told = interval.as_nanos().saturating_mul(u128::from(ticks)) / passed.as_nanos().max(1);
+    let most = interval.as_nanos().saturating_mul(u128::from(RATE_MAX));
+    u64::try_from(told.min(most)).ok()
 }
 
 #[cfg(target_arch = "x86_64")]
@@ -78,6 +89,30 @@ fn read() -> u64 {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// Over a suspend the count may begin anew, or jump; `Instant` stops or goes on.
+    #[test]
+    fn a_count_that_jumps_never_makes_an_interval_endless() {
+        const HOUR: Duration = Duration::from_secs(3600);
+        let interval = Duration::from_micros(50);
+        let told = |first, now, passed| ticks_of(interval, first, now, passed);
+        // At 3 GHz.
+        let hour = 3 * HOUR.as_nanos() as u64;
+        assert_eq!(told(1000, 1000 + hour, HOUR), Some(150_000));
+        // Begun anew: it is as it was; once it is past the first reading it says less than it did.
+        assert_eq!(told(1 << 40, 5, HOUR), None);
+        assert!(told(1000, 2000, HOUR).unwrap() < 150_000);
+        // Put forward, and by as much as can be.
+        assert_eq!(told(0, 1 << 60, HOUR), Some(500_000));
+        assert_eq!(told(0, u64::MAX, Duration::ZERO), Some(500_000));
+        // No time has passed, or it went back, which `Instant` tells as none.
+        assert_eq!(told(7, 7, Duration::ZERO), Some(0));
+        // An interval for ever stays one.
+        assert_eq!(ticks_of(Duration::MAX, 0, 1, Duration::from_nanos(1)), None);
+        // A reading from before the count was put back is over, whatever the interval is.
+        let ticks = Ticks::new(interval);
+        assert!(ticks.is_over(ticks.now() + (1 << 50)));
+    }
 
     #[test]
     fn the_rate_is_learned() {

@@ -7,7 +7,9 @@ use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use crate::counters::{self, Counters};
-use crate::driver::{CaptureMode, CaptureState, Context, Driver, DriverCode, DriverError};
+use crate::driver::{
+    CaptureMode, CaptureState, Context, Driver, DriverCode, DriverError, DriverResult,
+};
 use crate::error::{Error, ErrorCode, Result, Transient};
 use crate::options::{ContextWaits, RuntimeOptions};
 use crate::outcome::WaitKind;
@@ -41,6 +43,8 @@ pub struct Device {
     /// The device, then those that reach its memory; empty before they were asked for.
     reach: OnceLock<Vec<DeviceOrdinal>>,
     lost: AtomicBool,
+    /// Whether the context has been one.
+    entered: AtomicBool,
     /// Longest wait, in nanoseconds.
     wait_timeout: AtomicU64,
     /// The first error that said so.
@@ -50,6 +54,11 @@ pub struct Device {
 /// Closing waits at least this long for the work of the context, whatever the time-out of other
 /// waits is: nobody comes again, and what is not freed then never is.
 const CLOSING_TIMEOUT_MIN: Duration = Duration::from_secs(30);
+
+/// What it means that the context is none any more.
+const CONTEXT_GONE: &str = "the context is gone with all that was in it: something in this process \
+                            has reset the device (cudaDeviceReset) or destroyed the context; open \
+                            the device again";
 
 /// Before each further attempt at a call that returned a transient code.
 const RETRY_PAUSES: [Duration; 3] =
@@ -75,6 +84,7 @@ impl Device {
             options,
             reach: OnceLock::new(),
             lost: AtomicBool::new(false),
+            entered: AtomicBool::new(false),
             lost_by: OnceLock::new(),
         }
     }
@@ -112,6 +122,8 @@ impl Device {
 
     /// Passes an error on, and remembers it when it means that the device is lost.
     pub fn note(&self, error: Error) -> Error {
+        let gone = error.driver_code() == Some(DriverCode::CONTEXT_IS_DESTROYED);
+        let error = if gone && !self.is_lost() { error.appended(CONTEXT_GONE) } else { error };
         if error.code() == ErrorCode::DeviceLost && !self.lost.swap(true, Relaxed) {
             let _first = self.lost_by.set(error.to_string().into_boxed_str());
             log::error!("device {} is lost: {error}; {LOST_ADVICE}", self.ordinal);
@@ -202,9 +214,30 @@ impl Device {
         if current == Some(self.context) {
             return Ok(ContextScope { device: self, restore: None });
         }
-        let set = self.retry(|| self.driver.ctx_set_current(Some(self.context)));
-        set.map_err(|error| self.note(error.into()))?;
+        let set = || self.retry(|| self.driver.ctx_set_current(Some(self.context)));
+        set().or_else(|error| self.set_after(error, set))?;
         Ok(ContextScope { device: self, restore: Some(current) })
+    }
+
+    /// The context has been entered: should it be none later, it has gone.
+    pub fn confirm_context(&self) {
+        self.entered.store(true, Relaxed);
+    }
+
+    /// What to make of a context that cannot be entered. One that has been is gone when the driver
+    /// says twice that it is none.
+    #[cold]
+    fn set_after(&self, error: DriverError, set: impl Fn() -> DriverResult<()>) -> Result<()> {
+        let is_gone = |error: DriverError| {
+            error.code == DriverCode::INVALID_CONTEXT && self.entered.load(Relaxed)
+        };
+        if !is_gone(error) {
+            return Err(self.note(error.into()));
+        }
+        set().map_err(|error| match is_gone(error) {
+            true => self.note(Error::from(error).losing().appended(CONTEXT_GONE)),
+            false => self.note(error.into()),
+        })
     }
 
     /// Whether the stream is being captured, and its slot. For handles whose meaning depends on

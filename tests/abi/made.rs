@@ -61,12 +61,14 @@ fn statuses_and_constants() -> String {
    INVALID_ARGUMENT  a pointer that is NULL or not aligned, a size field that no version has, a
                      number that is not allowed; some say more
    STALE_HANDLE      an id that was closed or never given out; of a token it is STALE_TOKEN
-   PROCESS_ENDING    the process is exiting, or is the child of a fork
+   PROCESS_ENDING    the process is exiting, or is the child of a fork that came while a device was
+                     open or being opened, or after that
    INTERNAL          a bug of the library, or 16.7 million things of a kind that are open
 
  \"The driver's\" are DRIVER and DEVICE_LOST. CLOSED is for a VBAR that another thread closed during
  the call. A function that takes a stream may have to find out which of 256 others are done, when as
  many were used and not retired: then it may return UNSUPPORTED, TIMED_OUT or CANCELLED too.
+ A handler of a signal may call vbar_device_cancel_waits and nothing else.
  */
 
 /*

@@ -7,10 +7,13 @@
 #include "models.h"
 
 #include <pthread.h>
+#include <signal.h>
 #include <stdatomic.h>
+#include <sys/resource.h>
 #include <sys/wait.h>
 
 #define THREADS 4
+#define TENSORS 12
 
 static char path[4096];
 static VbarDevice device;
@@ -179,6 +182,131 @@ static void exit_without_handlers(void) {
     _exit(7);
 }
 
+static void exit_when_told(uint32_t level, const char *message, void *user) {
+    (void)level, (void)message, (void)user;
+    exit(7);
+}
+
+/* Callbacks of the library end the process, whatever it is in the middle of then. */
+static void exit_from_a_message(void) {
+    open_everything();
+    start_users();
+    OK(vbar_log_set_level(VBAR_LOG_LEVEL_TRACE));
+    OK(vbar_log_set_callback(exit_when_told, NULL));
+    VbarDeviceOptions options = test_options(8);
+    VbarDevice none;
+    options.ordinal = 63;
+    vbar_device_open(&options, &none);
+}
+
+static int exit_when_asked(void *user) {
+    (void)user;
+    exit(7);
+}
+
+static void exit_from_a_wait(void) {
+    open_everything();
+    start_users();
+    VbarBar pinned;
+    VbarFault told;
+    OK(vbar_bar_create(device, page_bytes(), &pinned));
+    OK(vbar_bar_fault(pinned, 0, 1, VBAR_STREAM_NONE, &told));
+    CHECK(told.token.id != 0);
+    OK(vbar_thread_set_wait_check(exit_when_asked, NULL));
+    vbar_bar_destroy_wait(pinned);
+}
+
+static void exit_when_released(void *user) {
+    (void)user;
+    exit(7);
+}
+
+/* On whichever thread gives the memory back: with its own threads the library's. */
+static void exit_from_a_release(void) {
+    static unsigned char bytes[4096];
+    VbarBar bound;
+    VbarFault told;
+    VbarBindSource source = {.memory = bytes, .memory_bytes = sizeof bytes};
+    source.release = exit_when_released;
+    VbarBindSegment segment = {.bytes = sizeof bytes};
+    open_everything();
+    OK(vbar_bar_create(device, page_bytes(), &bound));
+    OK(vbar_bar_bind(bound, &source, 1, &segment, 1));
+    OK(vbar_bar_fault(bound, 0, sizeof bytes, VBAR_STREAM_NONE, &told));
+    if (told.token.id != 0) OK(vbar_token_unpin(told.token, VBAR_STREAM_NONE));
+    OK(vbar_bar_destroy_wait(bound));
+    for (;;) {
+        OK(vbar_device_refresh(device));
+        usleep(1000);
+    }
+}
+
+static void *stream_for_ever(void *argument) {
+    (void)argument;
+    for (uint64_t at = 0;; at++) {
+        VbarFault told;
+        int status = vbar_model_fault(model, at % TENSORS, 0, &told);
+        if (status == VBAR_STATUS_PROCESS_ENDING) return NULL;
+        OK(status);
+        if (told.token.id == 0) continue;
+        status = vbar_token_unpin(told.token, 0);
+        CHECK(status == VBAR_STATUS_OK || status == VBAR_STATUS_PROCESS_ENDING);
+    }
+}
+
+/* Copies on their way, files being read, pages on the move. */
+static void open_and_stream(void) {
+    pthread_t thread;
+    device = open_device(TENSORS / 2);
+    OK(vbar_model_open(device, path, &model));
+    for (int at = 0; at < THREADS; at++) {
+        CHECK(pthread_create(&thread, NULL, stream_for_ever, NULL) == 0);
+        CHECK(pthread_detach(thread) == 0);
+    }
+    while (statistics(device).evicted_page_count < TENSORS) usleep(1000);
+}
+
+static void exit_while_it_streams(void) {
+    open_and_stream();
+    exit(7);
+}
+
+static void exit_at_once_while_it_streams(void) {
+    open_and_stream();
+    _exit(7);
+}
+
+static void exit_quickly_while_it_streams(void) {
+    open_and_stream();
+    quick_exit(7);
+}
+
+static void abort_while_it_streams(void) {
+    struct rlimit none = {0, 0};
+    open_and_stream();
+    setrlimit(RLIMIT_CORE, &none);
+    abort();
+}
+
+static void be_terminated_while_it_streams(void) {
+    open_and_stream();
+    for (;;) kill(getpid(), SIGTERM);
+}
+
+/* A child that ends by a signal of its own, as it should. */
+static void check_ends_by(void (*body)(void), int number) {
+    int status;
+    fflush(NULL);
+    pid_t child = fork();
+    if (child == 0) {
+        alarm(60);
+        body();
+        _Exit(99);
+    }
+    CHECK(child > 0 && waitpid(child, &status, 0) == child);
+    CHECK(WIFSIGNALED(status) && WTERMSIG(status) == number);
+}
+
 /* The code that a child ends with; a signal fails the test. */
 static int code_of(pid_t child) {
     int status;
@@ -236,7 +364,7 @@ int main(int count, char **arguments) {
     start();
     CHECK(count == 2);
     snprintf(path, sizeof path, "%s/process.safetensors", arguments[1]);
-    write_model(path, 2, page_bytes());
+    write_model(path, TENSORS, page_bytes());
     /* First those that open nothing in this process: it has not loaded a driver yet. */
     check_ends(exit_at_once, 7);
     check_ends(exit_with_calls_in_handlers, 7);
@@ -245,6 +373,14 @@ int main(int count, char **arguments) {
     check_ends(exit_after_the_main_thread, 7);
     check_ends(exit_quickly, 7);
     check_ends(exit_without_handlers, 7);
+    check_ends(exit_from_a_message, 7);
+    check_ends(exit_from_a_wait, 7);
+    check_ends(exit_from_a_release, 7);
+    check_ends(exit_while_it_streams, 7);
+    check_ends(exit_at_once_while_it_streams, 7);
+    check_ends(exit_quickly_while_it_streams, 7);
+    check_ends_by(abort_while_it_streams, SIGABRT);
+    check_ends_by(be_terminated_while_it_streams, SIGTERM);
     a_forked_child_may_do_nothing();
     /* And this process ends as it is: threads in calls, everything open. */
     return 0;

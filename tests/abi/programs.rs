@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use vbar::driver::sim::Verb;
+use vbar::driver::sys::Api;
 use vbar::host::model_files::Model;
 use vbar::model::synth::{synthesize, synthesize_sharded};
 
@@ -79,6 +80,31 @@ fn processes_end_and_fork_with_everything_open() {
     check_program_with_threads(&["tests/abi/process.c"]);
 }
 
+/// The CUDA driver of a machine without a device, `libcuda.so.1` in the programs' folder.
+fn stand_in_driver(programs: &Programs) {
+    let mut source = std::fs::read_to_string(root().join("tests/abi/opening_driver.c")).unwrap();
+    for name in Api::REQUIRED.iter().filter(|name| **name != "cuInit") {
+        source.push_str(&format!("int {name}(void) {{ return 801; }}\n"));
+    }
+    let (text, library) = (programs.path().join("driver.c"), programs.path().join("libcuda.so.1"));
+    std::fs::write(&text, source).unwrap();
+    let arguments = ["-shared", "-fPIC", "-Wall", "-Wextra", "-Werror", "-o"];
+    run(Command::new("cc").args(arguments).args([library, text]));
+}
+
+#[test]
+fn a_child_that_is_forked_in_a_first_opening_never_hangs() {
+    let programs = Programs::new();
+    stand_in_driver(&programs);
+    let program = programs.compile("opening", &["tests/abi/opening.c"]);
+    run(Command::new(program).arg("stand-in").env("LD_LIBRARY_PATH", programs.path()));
+}
+
+#[test]
+fn signals_change_nothing_and_a_handler_may_end_waits() {
+    check_program_with_threads(&["tests/abi/signals.c"]);
+}
+
 #[test]
 fn messages_are_delivered_with_no_lock_held() {
     check_program(&["tests/abi/log.c"]);
@@ -97,17 +123,21 @@ fn every_call_of_the_driver_may_fail() {
     run(Command::new(program).arg(programs.path()).args(verbs));
 }
 
-/// It runs on a GPU, by `make device`.
+/// They run on a GPU, by `make device`.
 #[test]
-fn the_test_for_a_gpu_compiles() {
-    Programs::new().compile("gpu", &["tests/abi/gpu.c"]);
+fn the_tests_for_a_gpu_compile() {
+    for name in ["gpu", "reset"] {
+        Programs::new().compile(name, &[&format!("tests/abi/{name}.c")]);
+    }
 }
 
 #[test]
 fn a_library_that_is_unloaded_stays() {
     let programs = Programs::new();
     let program = programs.compile("reload", &["tests/abi/reload.c"]);
-    run(Command::new(program).arg(library()));
+    run(Command::new(&program).arg(library()));
+    // With threads of the library's own, too.
+    run(Command::new(&program).arg(library()).env("VBAR_TEST_THREADS", "1"));
 }
 
 /// A simulated device that holds the default headroom and what an example needs.

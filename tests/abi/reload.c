@@ -79,6 +79,7 @@ int main(int count, char **arguments) {
     options.driver = driver ? driver : "sim:capacity=64M,address_space=8G";
     options.headroom_bytes = VBAR_HEADROOM_NONE;
     options.page_bytes = UINT64_C(2) << 20;
+    options.threads = getenv("VBAR_TEST_THREADS") ? VBAR_THREADS_ON : VBAR_THREADS_OFF;
 
     void *library = load(arguments[1]);
     void *(*body)(void *) = use_and_end_later;

@@ -5,6 +5,7 @@
 mod allocations;
 mod bound;
 mod bound_memory;
+mod callers;
 mod captured;
 mod cli;
 mod cli_bench;
@@ -36,6 +37,7 @@ mod many;
 mod messages;
 mod poison;
 mod pressure;
+mod process_life;
 mod program;
 mod refill;
 mod registered;

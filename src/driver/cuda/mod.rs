@@ -22,6 +22,7 @@ use crate::driver::{
     DriverError, DriverResult, Event, FrameHandle, GraphRelease, HostNode, KernelCall, select,
 };
 use crate::error::Result;
+use crate::process;
 use crate::units::{DeviceAddress, DeviceOrdinal, Stream};
 
 mod graph;
@@ -40,10 +41,9 @@ pub struct Cuda {
     version: i32,
     devices: Vec<Device>,
     kernels: kernels::Loaded,
-    /// Held while a frame or a mapping goes. A driver (580.159, CUDA 13.0) that released a handle
-    /// on one thread while another one unmapped its last mapping freed its record of it twice:
-    /// `abort` in `free`, called from `cuMemUnmap`, within seconds. The driver takes these calls
-    /// one at a time anyway, so the lock costs nothing that can be measured.
+    /// Held while a frame or a mapping goes: a driver (580.159, CUDA 13.0) that released a handle
+    /// while another thread unmapped its last mapping freed its record of it twice (`abort` in
+    /// `cuMemUnmap`). It takes these calls one at a time anyway: the lock costs nothing.
     unmapping: Mutex<()>,
 }
 
@@ -54,24 +54,24 @@ struct Device {
 }
 
 impl Cuda {
-    /// The process's driver: opened and initialised by the first call, the same instance for every
-    /// later one. A failure is not remembered, so that a driver installed meanwhile is found.
+    /// The process's driver, opened and initialised by the first call that succeeds.
     ///
     /// # Errors
     /// `DriverMissing` when the library, or one of its functions, is not there; `Driver` when it
-    /// cannot be initialised, which is also how a machine without a GPU answers.
+    /// cannot be initialised, which is also how a machine without a GPU answers; `ProcessEnding`.
     pub fn open() -> Result<Arc<Self>> {
         static PROCESS: Mutex<Option<Arc<Cuda>>> = Mutex::new(None);
+        let entering = process::enter()?;
         let mut process = PROCESS.lock();
         if let Some(cuda) = &*process {
             return Ok(Arc::clone(cuda));
         }
-        let cuda = Self::open_library(OsStr::new(sys::LIBRARY))?;
-        Ok(Arc::clone(process.insert(cuda)))
+        let cuda = process.insert(Self::open_library(OsStr::new(sys::LIBRARY))?);
+        entering.stay();
+        Ok(Arc::clone(cuda))
     }
 
-    /// An instance of its own from the library at `path`, for tests with a library that is not
-    /// the driver's.
+    /// An instance of its own from a library that is not the driver's, for tests.
     ///
     /// # Errors
     /// As [`Cuda::open`].

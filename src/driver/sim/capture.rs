@@ -110,6 +110,7 @@ impl SimGraph {
         if self.core.capture_of(&stream, verb)?.is_some() {
             return Err(verb.error(DriverCode::NOT_SUPPORTED));
         }
+        self.core.ensure_worker(&stream, verb)?;
         let _launch = self.core.launches.read();
         let mut number = stream.tail().number;
         for work in &self.works {
@@ -157,7 +158,8 @@ impl Core {
             for release in retained {
                 release();
             }
-        });
+        })
+        .expect("the simulated device needs a thread");
     }
 
     /// The capture that the stream is in. Errors when it is broken, or when the stream is the

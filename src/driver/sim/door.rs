@@ -33,6 +33,7 @@ impl Core {
             return Err(verb.error(DriverCode::INVALID_VALUE));
         }
         let Some(work) = self.capture_work(&stream, work, verb)? else { return Ok(None) };
+        self.ensure_worker(&stream, verb)?;
         let number = {
             let _launch = self.launches.read();
             self.enqueue(&stream, work, None).0

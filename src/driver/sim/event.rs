@@ -92,6 +92,7 @@ impl Core {
             *event.record.lock() = Recorded::Captured { capture, stream: id, made };
             return Ok(());
         }
+        self.ensure_worker(&stream, verb)?;
         let _launch = self.launches.read();
         // Under the event's lock, so that two records of one event leave the later one in it.
         let mut record = event.record.lock();
@@ -149,20 +150,26 @@ impl Core {
                     capture.invalidate();
                     return Err(verb.error(DriverCode::STREAM_CAPTURE_ISOLATION));
                 }
-                self.wait_for_record(&stream, &record);
-                Ok(())
+                self.wait_for_record(&stream, &record, verb)
             }
         }
     }
 
-    fn wait_for_record(self: &Arc<Self>, stream: &Arc<StreamState>, record: &Record) {
+    fn wait_for_record(
+        self: &Arc<Self>,
+        stream: &Arc<StreamState>,
+        record: &Record,
+        verb: Verb,
+    ) -> DriverResult<()> {
         // What the host has seen, everything enqueued from now on follows anyway.
         if record.seen.load(Ordering::Acquire) {
-            return;
+            return Ok(());
         }
+        self.ensure_worker(stream, verb)?;
         let _launch = self.launches.read();
         self.enqueue(stream, Work::Mark, Some((&record.points, &record.clock)));
         self.drive();
+        Ok(())
     }
 
     /// The time between two records.

@@ -7,6 +7,7 @@
 //! a while is helped on by an idle thread, as a device would go on by itself.
 
 use std::cell::Cell;
+use std::io;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
@@ -14,7 +15,8 @@ use std::time::{Duration, Instant};
 use super::Core;
 use super::random::Random;
 use super::stream::{LOOK, Operation, StreamState, Work};
-use crate::driver::KernelCall;
+use super::verb::Verb;
+use crate::driver::{DriverCode, DriverResult, KernelCall};
 
 /// What a step of the seeded executor did.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -86,21 +88,46 @@ impl Core {
         }
     }
 
-    pub(super) fn start_worker(self: &Arc<Self>, stream: Arc<StreamState>) {
+    /// A thread for the work of a stream, unless it has one. Asked for before anything is enqueued:
+    /// later there is no way back.
+    ///
+    /// # Errors
+    /// `OPERATING_SYSTEM`, as of a driver that is given none.
+    pub(super) fn ensure_worker(
+        self: &Arc<Self>,
+        stream: &Arc<StreamState>,
+        verb: Verb,
+    ) -> DriverResult<()> {
+        if self.seeded.is_some() {
+            return Ok(());
+        }
+        let mut queue = stream.queue.lock();
+        if !queue.has_worker {
+            let started = self.start_worker(stream.clone());
+            started.map_err(|_| verb.error(DriverCode::OPERATING_SYSTEM))?;
+            queue.has_worker = true;
+        }
+        Ok(())
+    }
+
+    pub(super) fn start_worker(self: &Arc<Self>, stream: Arc<StreamState>) -> io::Result<()> {
         let name = format!("sim stream {}", stream.id);
         self.start_thread(name, move |core| {
             while let Some(operation) = next_operation(core, &stream) {
                 run_in_worker(core, &stream, &operation);
             }
-        });
+        })
     }
 
     /// Starts a thread that `shut_down` waits for.
+    ///
+    /// # Errors
+    /// What the operating system says.
     pub(super) fn start_thread(
         self: &Arc<Self>,
         name: String,
         body: impl FnOnce(&Arc<Core>) + Send + 'static,
-    ) {
+    ) -> io::Result<()> {
         let core = self.clone();
         *self.threads.count.lock() += 1;
         let threads = Arc::clone(&self.threads);
@@ -113,8 +140,10 @@ impl Core {
             *threads.count.lock() -= 1;
             threads.ended.notify_all();
         });
-        // As with a real device, a program that cannot have its threads cannot go on.
-        thread.expect("the simulated device needs a thread");
+        if thread.is_err() {
+            *self.threads.count.lock() -= 1;
+        }
+        thread.map(drop)
     }
 
     /// Stops all threads; work that has not run never will.

@@ -112,10 +112,13 @@ impl Sim {
             device::Device::new(ordinal, options.capacity, options.granularity).map(Arc::new)
         });
         let devices = made.collect::<std::io::Result<_>>().map_err(|error| {
+            let advice = match error.raw_os_error() {
+                Some(libc::EMFILE | libc::ENFILE) => "raise the limit of open files (ulimit -n)",
+                _ => "make it smaller, as sim:capacity=64M, or raise the limit (ulimit -v)",
+            };
+            let bytes = format_bytes(options.capacity);
             let text = format!(
-                "a simulated device of {} cannot have its addresses: {error}; make it smaller, as \
-                 sim:capacity=64M, or raise the limit (ulimit -v)",
-                format_bytes(options.capacity)
+                "a simulated device of {bytes} cannot have its addresses: {error}; {advice}"
             );
             Error::new(ErrorCode::HostMemory, text)
         })?;
@@ -167,7 +170,8 @@ impl Sim {
             options,
         });
         if core.seeded.is_some() {
-            core.start_thread("sim idle".into(), |core| core.help_idle_programs());
+            let idle = core.start_thread("sim idle".into(), |core| core.help_idle_programs());
+            idle.expect("the simulated device needs a thread");
         }
         Arc::new(Self { core })
     }

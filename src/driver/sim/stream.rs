@@ -355,8 +355,9 @@ impl Core {
         if queue.has_worker {
             stream.wake.notify_all();
         } else {
+            // It was destroyed, and its worker has gone, since it was asked for one.
             queue.has_worker = true;
-            self.start_worker(stream.clone());
+            self.start_worker(stream.clone()).expect("the simulated device needs a thread");
         }
     }
 

@@ -9,6 +9,7 @@
 use std::cell::Cell;
 
 use super::callable::Callable;
+use crate::process;
 use crate::sync::{AtomicU32, Mutex, Ordering};
 use crate::torch::{PoolFilter, PoolId};
 use crate::units::Stream;
@@ -49,6 +50,7 @@ pub(super) fn choose(device: i32, stream: Stream) -> Option<PoolId> {
 
 #[cold]
 fn ask_filters(device: i32, stream: Stream) -> Option<PoolId> {
+    let _entering = process::entering();
     let known = KNOWN.lock();
     // The one that was begun last is the innermost.
     let open = known.iter().rev().filter(|known| known.pool.device == device);
@@ -87,6 +89,7 @@ pub(super) fn filter_of(id: PoolId) -> PoolFilter {
 
 /// Opens a pool for what the filter admits. Gives the filter back when the pool is open already.
 pub(super) fn begin(pool: Pool, filter: Callable) -> std::result::Result<(), Callable> {
+    let _entering = process::entering();
     let mut known = KNOWN.lock();
     let at = known.iter().position(|known| known.pool == pool);
     let uses = match at.map(|at| &known[at]) {
@@ -104,6 +107,7 @@ pub(super) fn begin(pool: Pool, filter: Callable) -> std::result::Result<(), Cal
 
 /// Closes a pool: no filter is asked for it any more. Returns whether it was open.
 pub(super) fn end(pool: Pool) -> bool {
+    let _entering = process::entering();
     let mut known = KNOWN.lock();
     let filter = known.iter_mut().find(|known| known.pool == pool);
     let filter = filter.and_then(|known| known.filter.take());
@@ -125,6 +129,7 @@ pub(super) enum Released {
 
 /// Counts a release; the last one closes the pool as [`end`] does, if that never came.
 pub(super) fn release(pool: Pool) -> Released {
+    let _entering = process::entering();
     let mut known = KNOWN.lock();
     let Some(at) = known.iter().position(|known| known.pool == pool) else {
         return Released::Unknown;

@@ -64,6 +64,7 @@ pub(super) fn configure(opening: Opening) -> Result<()> {
         let text = format!("options with a {asked}: PyTorch has its own");
         return Err(Error::new(ErrorCode::InvalidArgument, text));
     }
+    let _entering = process::entering();
     let mut current = OPENING.lock();
     for ordinal in 0..END.load(Ordering::Acquire) {
         if DEVICES[ordinal as usize].get().is_some() {
@@ -82,6 +83,7 @@ fn open(ordinal: i32) -> Result<&'static TorchDevice> {
         let text = format!("device {ordinal}: 0 to {} are expected", DEVICES_MAX - 1);
         return Err(Error::new(ErrorCode::InvalidArgument, text));
     };
+    let _entering = process::entering();
     let configured = OPENING.lock();
     if let Some(device) = place.get() {
         return Ok(device);
