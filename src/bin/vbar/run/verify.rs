@@ -86,12 +86,13 @@ pub(super) fn checksums(model: &Model, source: &Model, screen: &Screen<'_>) -> R
     };
     let threads = std::thread::available_parallelism().map_or(1, |count| count.get().min(16));
     let parts: Vec<Result<Vec<(usize, u64)>>> = std::thread::scope(|scope| {
-        let workers: Vec<_> = (0..threads).map(|_| scope.spawn(work)).collect();
+        // As many as the system gives; this one works too.
+        let spawn = |_| std::thread::Builder::new().spawn_scoped(scope, work).ok();
+        let workers: Vec<_> = (1..threads).map_while(spawn).collect();
+        let own = std::iter::once(work());
         let panicked = || Error::new(ErrorCode::Internal, "a checksum thread panicked");
-        workers
-            .into_iter()
-            .map(|worker| worker.join().unwrap_or_else(|_| Err(panicked())))
-            .collect()
+        let others = workers.into_iter().map(|worker| worker.join());
+        own.chain(others.map(|done| done.unwrap_or_else(|_| Err(panicked())))).collect()
     });
     let mut all = vec![0; tensors.len()];
     for part in parts {
