@@ -108,6 +108,9 @@ CASE(vbar_device_lock_host) {
     FAILS(vbar_device_lock_host(world.device, memory, 0), VBAR_STATUS_INVALID_ARGUMENT, "memory");
     FAILS(vbar_device_lock_host(world.device, memory, UINT64_MAX), VBAR_STATUS_INVALID_ARGUMENT,
           "2^64");
+    /* More than any process has. */
+    FAILS(vbar_device_lock_host(world.device, memory, UINT64_C(1) << 62), VBAR_STATUS_DRIVER,
+          "cuMemHostRegister");
     OK(vbar_device_lock_host(world.device, memory, world.page));
     FAILS(vbar_device_lock_host(world.device, memory, world.page), VBAR_STATUS_DRIVER,
           "CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED");

@@ -151,12 +151,19 @@ pub(super) fn allocate(bytes: u64) -> io::Result<u64> {
 /// Whether something is mapped at every OS page of a range.
 pub(super) fn is_mapped(start: u64, end: u64) -> bool {
     const OS_PAGE: u64 = 4096;
-    let start = start & !(OS_PAGE - 1);
-    let mut states = vec![0u8; (end - start).div_ceil(OS_PAGE) as usize];
-    // SAFETY: writes a byte for each page of the range, and reads none of its memory.
-    let code =
-        unsafe { libc::mincore(pointer(start), (end - start) as usize, states.as_mut_ptr()) };
-    code == 0
+    // The range is the program's, and may be longer than anything: the first hole ends the look.
+    let mut states = [0u8; 1024];
+    let mut from = start & !(OS_PAGE - 1);
+    while from < end {
+        let bytes = (end - from).min(states.len() as u64 * OS_PAGE);
+        // SAFETY: writes a byte for each page of the range, and reads none of its memory.
+        let code = unsafe { libc::mincore(pointer(from), bytes as usize, states.as_mut_ptr()) };
+        if code != 0 {
+            return false;
+        }
+        from += bytes;
+    }
+    true
 }
 
 /// What a range of addresses shows.

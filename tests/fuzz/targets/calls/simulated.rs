@@ -43,6 +43,10 @@ pub(super) const OPS: &[Op] = &[
         let (device, stream) = w.streams.draw_with_device(w, b);
         Some(vbar_sim_stream_synchronize(device, stream))
     }),
+    ("vbar_sim_stream_wait", |w, b| {
+        let (device, stream) = w.streams.draw_with_device(w, b);
+        Some(vbar_sim_stream_wait(device, stream, w.streams.draw(b)))
+    }),
     ("vbar_sim_stream_hold", |w, b| {
         // Never those of CUDA: everything else waits for them.
         let own = w.streams.of_program(b)?;
