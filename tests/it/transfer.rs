@@ -160,3 +160,49 @@ fn a_copy_that_no_fence_covers_is_waited_for() {
     drop(guard);
     world.check();
 }
+
+/// Offsets up to the last that there is: the system refuses them, and nothing comes of sums.
+#[test]
+fn bytes_at_the_last_offsets_are_an_error_of_the_file() {
+    for threads in [Threads::Off, Threads::On] {
+        let world = world(threads, LARGE);
+        let (vbar, stored) = (world.runtime.create_bar(LARGE).unwrap(), file(LARGE, 3));
+        let guard = resident_on(&vbar, 0..LARGE / P, world.stream);
+        for bytes in [u64::MAX - 50..u64::MAX, u64::MAX - LARGE..u64::MAX] {
+            let base = vbar.base();
+            let read = world.runtime.read_file(&stored, bytes.clone(), base, world.stream);
+            let written = world.runtime.write_file(&stored, bytes, base, world.stream);
+            for error in [read.unwrap_err(), written.unwrap_err()] {
+                assert_eq!(error.code(), ErrorCode::Io, "{error}");
+            }
+        }
+        world.runtime.read_file(&stored, 0..LARGE, vbar.base(), world.stream).unwrap();
+        check_sum(&world, &vbar, &pattern_bytes(LARGE, 3), world.stream);
+        drop(guard);
+        drop(vbar);
+        world.check();
+        world.check_shut();
+    }
+}
+
+/// A copy without a fence whose stream does not end in time is told so, and its slot is nobody
+/// else's before it is done.
+#[test]
+fn a_copy_that_no_fence_covers_is_not_waited_for_without_end() {
+    let world = world(Threads::Off, P);
+    let (vbar, stored) = (world.vbar(4), file(4 * P, 5));
+    let guard = resident_on(&vbar, 0..4, world.stream);
+    world.runtime.read_file(&stored, 0..P, vbar.base(), world.stream).unwrap();
+    world.sim.hold_stream(world.stream).unwrap();
+    world.runtime.set_wait_timeout(Duration::from_millis(30));
+    world.sim.fail_always(Verb::EventRecord, DriverCode::INVALID_VALUE);
+    let error = world.runtime.read_file(&stored, 0..P, vbar.base(), world.stream).unwrap_err();
+    assert_eq!(error.driver_code(), Some(DriverCode::INVALID_VALUE), "{error}");
+    world.sim.heal();
+    world.sim.release_stream(world.stream).unwrap();
+    world.runtime.set_wait_timeout(Duration::from_secs(5));
+    world.runtime.read_file(&stored, 0..4 * P, vbar.base(), world.stream).unwrap();
+    check_sum(&world, &vbar, &pattern_bytes(4 * P, 5), world.stream);
+    drop(guard);
+    world.check();
+}
