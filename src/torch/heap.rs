@@ -296,8 +296,8 @@ impl Core {
 
     /// The stream has another slot now. Where its old one became free for others because all that
     /// was stamped had passed, the marks count no more. One that was retired may have work before
-    /// its last record: what is recorded on the new slot comes after that. Nothing changes where the
-    /// new slot is not the stream's any more either: it is found again when the stream is used.
+    /// its last record: what is recorded on the new slot comes after that. Nothing changes where
+    /// the new slot is not the stream's any more either: it is found again at the next use.
     #[cold]
     pub(super) fn move_heap(&mut self, heap: u32, slot: StreamSlot, fences: &Fences) {
         // A stream that took it over while the marks are made would pass them.
