@@ -38,7 +38,7 @@ help:
 	@echo "make soak SECONDS=600  the simulation with fresh seeds for so long, then real threads"
 	@echo "make fuzz SECONDS=600 TARGET=calls  libFuzzer looks for hostile input; all targets without one;"
 	@echo "             needs a nightly toolchain and cargo-fuzz"
-	@echo "make loom    lock-free and hand-over code in every order that its threads can take"
+	@echo "make loom    lock-free and hand-over code in every order of a few interruptions"
 	@echo "make sanitize  ThreadSanitizer and AddressSanitizer; needs a nightly Rust with rust-src"
 	@echo "make memcheck  valgrind on every program in C and C++; needs c++ and valgrind"
 	@echo "make test-install  the test of make install; needs c++, pkg-config, cmake and valgrind too"

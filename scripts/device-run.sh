@@ -129,7 +129,8 @@ python() {
     step 200 python3 -u tests/python/test_gpu.py
 }
 
-# PyTorch on vbar's allocator, and modules on model files. Some of it compares with PyTorch's own, which takes its time.
+# PyTorch on vbar's allocator, modules on model files, and the package that ComfyUI imports. Some of it
+# compares with PyTorch's own, which takes its time.
 torch() {
     step 560 python3 -u tests/python/test_torch_gpu.py
     step 560 python3 -u tests/python/test_torch_stream_gpu.py

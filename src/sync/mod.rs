@@ -2,8 +2,9 @@
 //! fences and waits that are built on them.
 //!
 //! With `--cfg vbar_loom`, which only `make loom` sets and only for the crate's own tests, the
-//! names below are loom's, and what uses them is run in every order that its threads can take
-//! (the `every_order` modules). Without it they are the standard library's and parking_lot's.
+//! names below are loom's, and what uses them is run in every order that its threads can take, in
+//! larger models with a few interruptions at most (the `every_order` modules). Without it they are
+//! the standard library's and parking_lot's.
 
 mod cell;
 pub mod clock;

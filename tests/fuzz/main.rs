@@ -1,8 +1,8 @@
 //! Hostile input: bytes from strangers, and programs that call in any order with anything.
 //!
 //! A target takes bytes and panics when a promise is broken. Here, on stable Rust, each target gets
-//! its corpus (`tests/fuzz/corpus`, every input that ever found something among it) and the same
-//! mutations of it each time; `make fuzz` gives the same targets to libFuzzer, which looks for
+//! its corpus (`tests/fuzz/corpus`, inputs that found something among it) and the same mutations of
+//! it each time; `make fuzz` gives the same targets to libFuzzer, which looks for
 //! inputs that take new ways through the code.
 //!
 //! `VBAR_FUZZ_RUNS=n` runs more or fewer mutations, `VBAR_FUZZ_SEED=n` draws others. An input that

@@ -46,6 +46,8 @@ enum Kind {
     Reload,
     /// Takes nothing, prints the library's version.
     Version,
+    /// Takes a folder, prints how many signals there were.
+    Signals,
 }
 
 /// A program and how it is checked.
@@ -91,12 +93,20 @@ pub(crate) const CHECKED: &[Program] = &[
     Program { kind: Kind::Version, ..test("status", &["tests/abi/status.c"]) },
     Program { kind: Kind::Reload, ..test("reload", &["tests/abi/reload.c"]) },
     Program { leaks: Leaks::Meant, ..test("process", &["tests/abi/process.c"]) },
+    Program {
+        leaks: Leaks::Meant,
+        kind: Kind::Signals,
+        ..test("signals", &["tests/abi/signals.c"])
+    },
     Program { kind: Kind::Failing, ..test("failing", &["tests/abi/failing.c"]) },
 ];
 
 /// Programs that memcheck is not run with, and why.
-pub(crate) const UNCHECKED: &[(&str, &str)] =
-    &[("tests/abi/gpu.c", "it needs a GPU, where compute-sanitizer watches")];
+pub(crate) const UNCHECKED: &[(&str, &str)] = &[
+    ("tests/abi/gpu.c", "it needs a GPU, where compute-sanitizer watches"),
+    ("tests/abi/reset.c", "it needs a GPU, which it resets"),
+    ("tests/abi/opening.c", "hundreds of children, a minute, and no more than `process` has"),
+];
 
 /// Programs with one mistake each, which memcheck has to find in what the library does with it.
 pub(crate) const WRONG: &[(&str, &str)] = &[
@@ -178,7 +188,7 @@ impl Program {
             Kind::Smallest => drop(command.arg(&model)),
             Kind::Engine | Kind::Version => {}
             Kind::Reload => drop(command.arg(tree.lib().join("libvbar.so"))),
-            Kind::Test => drop(command.arg(folder.path())),
+            Kind::Test | Kind::Signals => drop(command.arg(folder.path())),
             Kind::Failing => {
                 command.arg(folder.path()).args(Verb::ALL.iter().map(|verb| verb.name()));
             }
@@ -191,6 +201,7 @@ impl Program {
             Kind::Test | Kind::Reload => printed.is_empty(),
             Kind::Version => last == concat!("vbar ", env!("CARGO_PKG_VERSION")),
             Kind::Failing => last.ends_with(" failures"),
+            Kind::Signals => last.ends_with(" signals"),
         };
         assert!(good, "{}: {printed}", self.name);
     }

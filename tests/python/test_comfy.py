@@ -662,7 +662,7 @@ class Host(Case):
         refused(RuntimeError, "a buffer of", huge.extend, MIB)
         self.assertEqual((huge.size, huge.get_raw_address()), (0, 0))
 
-    def test_35_truncate_to_the_present_size_is_no_error(self):
+    def test_scenario_35_truncate_to_the_present_size_is_no_error(self):
         buffer = host_buffer.HostBuffer(0, MIB, 16 * MIB)
         buffer.extend(3 * MIB, register=False)
         buffer.truncate(3 * MIB)

@@ -1,4 +1,4 @@
-"""What a ComfyUI calls, as recorded in `comfy_traces`, against the package on the simulated device.
+"""What a ComfyUI calls, as `comfy_traces` has it, against the package on the simulated device.
 
 The replay is the client: it faults, compares, stages, pins and copies as the calls say, and its
 kernels read each weight when they use it. What they read must be what a model of the bytes says, in

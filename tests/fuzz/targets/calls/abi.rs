@@ -278,11 +278,8 @@ unsafe extern "C" {
     pub(super) safe fn vbar_sim_close(sim: VbarSim) -> i32;
     pub(super) safe fn vbar_sim_stream_create(device: VbarDevice, stream: *mut usize) -> i32;
     pub(super) safe fn vbar_sim_stream_destroy(device: VbarDevice, stream: usize) -> i32;
-    pub(super) safe fn vbar_sim_stream_wait(
-        device: VbarDevice,
-        stream: usize,
-        other: usize,
-    ) -> i32;
+    pub(super) safe fn vbar_sim_stream_wait(device: VbarDevice, stream: usize, other: usize)
+    -> i32;
     pub(super) safe fn vbar_sim_stream_synchronize(device: VbarDevice, stream: usize) -> i32;
     pub(super) safe fn vbar_sim_stream_hold(device: VbarDevice, stream: usize) -> i32;
     pub(super) safe fn vbar_sim_stream_release(device: VbarDevice, stream: usize) -> i32;
