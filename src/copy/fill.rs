@@ -143,8 +143,12 @@ impl Filler {
     pub fn with_room(device: Arc<Device>, room: Arc<LockedRoom>) -> Result<Self> {
         let stream = device.retry(|| device.driver.stream_create());
         let stream = stream.map_err(|error| device.note(error.into()))?;
-        let slot = match device.slot_of(stream) {
-            Ok(slot) => slot.expect("a stream that was created has a slot"),
+        // Kept: with its slot another stream's, uses of what is copied could not be told.
+        let slot = device.slot_of(stream).and_then(|slot| {
+            device.fences.keep(slot.expect("a stream that was created has a slot"))
+        });
+        let slot = match slot {
+            Ok(slot) => slot,
             Err(error) => {
                 let _ = device.driver.stream_destroy(stream);
                 return Err(device.note(error));
@@ -274,7 +278,7 @@ impl Filler {
     /// The ticket of everything enqueued so far, where no fence can be had: the next one covers it.
     #[must_use]
     pub fn stamp(&self) -> Ticket {
-        self.device.fences.stamp(self.slot)
+        self.device.fences.stamp_anyhow(self.slot)
     }
 
     /// Records the fence that was not to be had for copies before, if there are such copies.
@@ -291,9 +295,17 @@ impl Filler {
     /// # Errors
     /// Those of waiting, and what the driver says.
     pub fn wait(&self) -> Result<()> {
+        self.wait_for(self.stream)
+    }
+
+    /// Waits for everything enqueued on a stream so far, as [`Filler::wait`].
+    ///
+    /// # Errors
+    /// As there.
+    pub(super) fn wait_for(&self, stream: Stream) -> Result<()> {
         let mut wait = self.device.wait(WaitKind::Staging);
         loop {
-            match self.device.driver.stream_query(self.stream) {
+            match self.device.driver.stream_query(stream) {
                 Ok(()) => return Ok(()),
                 Err(error) if error.code == DriverCode::NOT_READY => wait.pause()?,
                 Err(error) => return Err(self.device.note(error.into())),

@@ -14,7 +14,7 @@ use std::sync::Arc;
 use crate::copy::fill::Filler;
 use crate::copy::readers::Readers;
 use crate::copy::staging::StagingSlot;
-use crate::driver::CaptureState;
+use crate::driver::{CaptureState, DriverResult};
 use crate::error::{Error, ErrorCode, Result};
 use crate::host::locked::LentPart;
 use crate::host::pageable::PageableMemory;
@@ -68,12 +68,12 @@ impl Filler {
             self.cover()?;
             let part = match self.staging.take(&self.device)? {
                 Some(place) => {
-                    let part = at..bytes.end.min(at + self.part_bytes());
+                    let part = part_of(at..bytes.end, self.part_bytes());
                     self.read_through(file, &part, place, target, on)?;
                     part
                 }
                 None => {
-                    let part = at..bytes.end.min(at + PAGEABLE_BYTES);
+                    let part = part_of(at..bytes.end, PAGEABLE_BYTES);
                     self.read_pageable(file, &part, target, stream)?;
                     part
                 }
@@ -106,7 +106,7 @@ impl Filler {
                     false => self.staging.try_take(&self.device)?,
                 };
                 let Some(place) = place else { break };
-                let part = begun..bytes.end.min(begun + self.part_bytes());
+                let part = part_of(begun..bytes.end, self.part_bytes());
                 let source = source.offset(part.start - bytes.start);
                 begun = part.end;
                 leaving.push_back(self.fetch(part, place, source, on)?);
@@ -114,7 +114,7 @@ impl Filler {
             match leaving.pop_front() {
                 Some(part) => self.write_out(file, part)?,
                 None => {
-                    let part = begun..bytes.end.min(begun + PAGEABLE_BYTES);
+                    let part = part_of(begun..bytes.end, PAGEABLE_BYTES);
                     let source = source.offset(part.start - bytes.start);
                     self.write_pageable(file, &part, source, stream)?;
                     begun = part.end;
@@ -211,11 +211,9 @@ impl Filler {
         let recorded = device.retry(|| device.fences.record(on.stream, on.slot));
         match recorded.map_err(|error| device.note(error)) {
             Ok(ticket) => (ticket, Ok(())),
-            // No fence covers the copy: the stream's end does.
-            Err(error) if device.driver.stream_synchronize(on.stream).is_ok() => {
-                (Ticket::NONE, Err(error))
-            }
-            Err(error) => (device.fences.stamp(on.slot), Err(error)),
+            // No fence covers the copy: the stream's end does, where it comes in time.
+            Err(error) if self.wait_for(on.stream).is_ok() => (Ticket::NONE, Err(error)),
+            Err(error) => (device.fences.stamp_anyhow(on.slot), Err(error)),
         }
     }
 
@@ -229,7 +227,30 @@ impl Filler {
         let length = (bytes.end - bytes.start) as usize;
         let mut memory = PageableMemory::new(&self.device.driver, length);
         read_exact(file, bytes.start, memory.bytes_mut())?;
-        let copied = memory.copy_to_device(0..length, target, stream);
+        self.copy_pageable_with(&mut memory, |memory| {
+            memory.copy_to_device(0..length, target, stream)
+        })
+    }
+
+    /// Makes a copy again that was refused for a moment; not one whose end was not seen, which has
+    /// the memory's bytes.
+    fn copy_pageable_with(
+        &self,
+        memory: &mut PageableMemory,
+        mut copy: impl FnMut(&mut PageableMemory) -> DriverResult<()>,
+    ) -> Result<()> {
+        let mut given_up = None;
+        let copied = self.device.retry(|| {
+            let copied = copy(memory);
+            if memory.is_given_up()
+                && let Err(error) = copied
+            {
+                given_up = Some(error);
+                return Ok(());
+            }
+            copied
+        });
+        let copied = given_up.map_or(copied, Err);
         copied.map_err(|error| self.device.note(error.into()))
     }
 
@@ -242,8 +263,9 @@ impl Filler {
     ) -> Result<()> {
         let length = (bytes.end - bytes.start) as usize;
         let mut memory = PageableMemory::new(&self.device.driver, length);
-        let copied = memory.copy_from_device(0..length, source, stream);
-        copied.map_err(|error| self.device.note(error.into()))?;
+        self.copy_pageable_with(&mut memory, |memory| {
+            memory.copy_from_device(0..length, source, stream)
+        })?;
         write_all(file, bytes.start, memory.bytes_mut())
     }
 }
@@ -325,6 +347,11 @@ impl Drop for Part {
             self.reading.changed.notify_all();
         }
     }
+}
+
+/// The first bytes of what is left, which may end at the last offset that there is.
+fn part_of(left: Range<u64>, most: u64) -> Range<u64> {
+    left.start..left.start + most.min(left.end - left.start)
 }
 
 fn read_exact(file: &File, at: u64, bytes: &mut [u8]) -> Result<()> {

@@ -489,7 +489,8 @@ impl Drop for ContextScope<'_> {
     fn drop(&mut self) {
         let Some(context) = self.restore.filter(|_| !process::ending()) else { return };
         if let Err(error) = self.device.retry(|| self.device.driver.ctx_set_current(context)) {
-            let error = self.device.note(error.into());
+            // Not noted: a context of the program's own that has gone meanwhile says nothing of
+            // this device.
             log::warn!("putting the current context back: {error}");
         }
     }

@@ -11,6 +11,7 @@
 
 #[cfg(all(test, vbar_loom))]
 mod every_order;
+mod hold;
 mod known;
 
 use std::collections::VecDeque;
@@ -83,6 +84,8 @@ struct Slot {
     recorded_at: AtomicU64,
     /// The stream was being captured when it was seen last.
     capturing: AtomicBool,
+    /// Who holds the slot for its stream: see `hold`.
+    holds: AtomicU32,
     /// Per other slot, the highest sequence that this stream waits for already.
     waited: Box<[AtomicU64]>,
     ring: Mutex<Ring>,
@@ -585,6 +588,7 @@ impl Slot {
             passed: AtomicU64::new(0),
             recorded_at: AtomicU64::new(0),
             capturing: AtomicBool::new(false),
+            holds: AtomicU32::new(0),
             waited: (0..=SLOT_COUNT).map(|_| AtomicU64::new(0)).collect(),
             ring: Mutex::new(Ring::default()),
         }

@@ -167,13 +167,14 @@ impl Allocator {
             && waiting.tickets.iter().all(|ticket| fences.known_passed(*ticket));
         let heap = waiting.heap;
         if core.heap(heap).slot != slot && core.heap(heap).slot.stream_id() == slot.stream_id() {
+            // Not where it has moved on meanwhile, and the slot is the stream's no more.
             core.move_heap(heap, slot, fences);
         }
         if done && let Some(waiting) = core.pending.remove(offset) {
-            core.put_back(offset, &waiting, fences);
+            core.put_back(offset, waiting, fences);
         }
         self.note_waiting(&core);
-        if done { Freed::Cached } else { Freed::Deferred }
+        if core.pending.contains(offset) { Freed::Deferred } else { Freed::Cached }
     }
 
     pub(super) fn note_waiting(&self, core: &super::heap::Core) {
@@ -201,7 +202,7 @@ impl Allocator {
         let mut core = self.core.lock();
         let ready = core.pending.take_ready(|ticket| device.fences.known_passed(ticket));
         for (offset, waiting) in ready {
-            core.put_back(offset, &waiting, &device.fences);
+            core.put_back(offset, waiting, &device.fences);
         }
         self.note_waiting(&core);
     }

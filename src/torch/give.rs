@@ -3,7 +3,7 @@
 //! Also the counting of both ways.
 
 use super::extents::Piece;
-use super::heap::{Core, Heap, LARGE, MID, Sort};
+use super::heap::{Core, LARGE, MID, Sort};
 use super::pages::{Use, kind_of};
 use super::pending::Waiting;
 use super::statistics::Kind;
@@ -109,15 +109,22 @@ impl Core {
         Some(Waiting::new(bytes, requested, heap, sort))
     }
 
-    /// Caches a block that waits for nothing more but its own stream.
-    pub(super) fn put_back(&mut self, offset: u64, waiting: &Waiting, fences: &Fences) {
-        let Waiting { bytes, heap, sort, own, .. } = *waiting;
-        let Heap { slot, index, .. } = *self.heap(heap);
+    /// Caches a block that waits for nothing more but its own stream. Where its heap has no mark
+    /// for that it waits on, for its own stream too.
+    pub(super) fn put_back(&mut self, offset: u64, mut waiting: Waiting, fences: &Fences) {
+        let Waiting { bytes, heap, sort, own, .. } = waiting;
         let mark = match fences.known_passed(own) {
             true => 0,
-            false if own.slot() == index => own.sequence(),
-            // On a slot that was retired since: what is recorded on the new one comes later.
-            false => fences.stamp(slot).sequence(),
+            false if own.slot() == self.heap(heap).index => own.sequence(),
+            // On a slot that was retired since: what is recorded on the new one comes later, unless
+            // that is another stream's by now.
+            false => match self.stamp(heap, fences) {
+                Some(ticket) => ticket.sequence(),
+                None => {
+                    waiting.tickets.push(own);
+                    return self.pending.insert(offset, waiting);
+                }
+            },
         };
         match sort {
             Sort::Slot(at) => {

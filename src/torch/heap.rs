@@ -296,9 +296,12 @@ impl Core {
 
     /// The stream has another slot now. Where its old one became free for others because all that
     /// was stamped had passed, the marks count no more. One that was retired may have work before
-    /// its last record: what is recorded on the new slot comes after that.
+    /// its last record: what is recorded on the new slot comes after that. Nothing changes where
+    /// the new slot is not the stream's any more either: it is found again at the next use.
     #[cold]
     pub(super) fn move_heap(&mut self, heap: u32, slot: StreamSlot, fences: &Fences) {
+        // A stream that took it over while the marks are made would pass them.
+        let Some(_held) = fences.hold_if_still(slot) else { return };
         let entry = self.heaps[heap as usize].as_mut().expect("a heap with blocks exists");
         let old = entry.index;
         let mark_of = |mark: u64| match mark == 0 || fences.known_passed(Ticket::new(old, mark)) {
@@ -370,7 +373,10 @@ impl Core {
     /// a free one. Returns its page, its number, and its mark.
     pub(super) fn take_chunk(&mut self, heap: u32, fences: &Fences) -> Option<(u32, usize, u64)> {
         let (pool, index) = (self.heap(heap).pool, self.heap(heap).index);
-        let usable = |ticket: Ticket| ticket.slot() == index || fences.known_passed(ticket);
+        // With the slot another stream's, its number says nothing of whose tickets they are.
+        let is_own = fences.is_still(self.heap(heap).slot);
+        let usable =
+            |ticket: Ticket| is_own && ticket.slot() == index || fences.known_passed(ticket);
         let found = self.pool(pool).chunk_pages.iter().find_map(|&at| {
             let entry = self.chunk_pages[at as usize].as_ref()?;
             let free = entry.chunks.iter().enumerate().filter_map(|(chunk, used)| match used {

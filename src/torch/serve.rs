@@ -109,8 +109,12 @@ impl Allocator {
     pub(super) fn serve(&self, ask: &Ask) -> Result<Option<u64>> {
         let device = &self.pager.device;
         let _scope = device.enter()?;
+        let mut ask = *ask;
+        // What is another stream's meanwhile would be taken for this one's.
+        let mut held = device.fences.hold(ask.slot)?;
+        ask.slot = held.slot();
         self.poll_pending();
-        if let Some(offset) = self.search(ask) {
+        if let Some(offset) = self.search(&ask) {
             if ask.capture == CaptureState::None && device.fences.is_cover_due(ask.slot) {
                 self.cover(ask.stream, ask.slot);
             }
@@ -118,7 +122,6 @@ impl Allocator {
         }
         let mut tried = Tried::Nothing;
         let mut wait = None;
-        let mut ask = *ask;
         loop {
             match self.try_to_serve(&ask)? {
                 Tries::Served(offset) => return Ok(Some(offset)),
@@ -132,10 +135,9 @@ impl Allocator {
                     self.core.lock().statistics.num_alloc_retries += 1;
                 }
             }
-            // While something was waited for the slot may have become another stream's.
-            if let Some(slot) = device.fences.moved(ask.slot)? {
-                ask.slot = slot;
-            }
+            // While something was waited for the stream may have been retired.
+            held = device.fences.hold(ask.slot)?;
+            ask.slot = held.slot();
         }
     }
 
@@ -245,7 +247,7 @@ impl Allocator {
         match pages.all(is_ready) {
             true => Ticket::NONE,
             // Recorded on this stream already, so what comes after is later.
-            false => fences.stamp(slot),
+            false => fences.stamp_anyhow(slot),
         }
     }
 

@@ -55,6 +55,8 @@ CASE(vbar_device_read_file) {
           VBAR_STATUS_IO, "reading bytes");
     FAILS(vbar_device_read_file(world.device, file, UINT64_C(1) << 62, 16, target, 0),
           VBAR_STATUS_IO, "reading bytes");
+    FAILS(vbar_device_read_file(world.device, file, UINT64_MAX - 64, 16, target, 0),
+          VBAR_STATUS_IO, "reading bytes");
     OK(vbar_device_read_file(world.device, file, 0, 0, target, 0));
     OK(vbar_device_read_file(world.device, file, 3 * world.page - 16, 16, target, 0));
     close(file);

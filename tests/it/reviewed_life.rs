@@ -294,3 +294,19 @@ fn a_child_forked_while_other_threads_fault_reads_the_numbers() {
     assert!(good, "a child hung, or panicked");
     world.check();
 }
+
+/// A context that the program had current, and that is gone when a call puts it back, says nothing
+/// of the device.
+#[test]
+fn a_context_that_cannot_be_put_back_is_no_lost_device() {
+    let world = World::new(4);
+    let own = world.sim.ctx_get_current().unwrap();
+    for code in [DriverCode::INVALID_CONTEXT, DriverCode::CONTEXT_IS_DESTROYED] {
+        world.sim.ctx_set_current(None).unwrap();
+        // The first makes the device's own current.
+        world.sim.fail_nth(Verb::CtxSetCurrent, 2, code);
+        drop(world.runtime.device().enter_context().unwrap());
+        assert!(!world.runtime.device().is_lost(), "{code:?}");
+        assert_eq!(world.sim.ctx_get_current().unwrap(), own, "it was put back");
+    }
+}

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use vbar::driver::sim::Verb;
 use vbar::driver::{Driver, DriverCode};
 use vbar::options::{Eviction, RuntimeOptions};
+use vbar::sync::fence::Cover;
 use vbar::torch::{Freed, PoolId};
 use vbar::units::Stream;
 
@@ -67,6 +68,79 @@ fn a_block_that_waits_while_its_stream_is_retired_is_not_anybodys() {
     torch.check();
 }
 
+/// As above, and the new slot is another stream's by the time that the block waits no more: what
+/// that one records tells nothing of the block.
+#[test]
+fn a_block_that_waited_has_no_mark_of_another_stream() {
+    for bytes in [20 << 10, 4 * P] {
+        let torch = Torch::of(World::with(ROOMY, options()));
+        let device = Arc::clone(torch.world.runtime.device());
+        let (own, used) = (torch.world.stream, torch.world.another_stream());
+        let other = torch.world.another_stream();
+        let block = torch.malloc_on(bytes, own);
+        let _between = torch.malloc_on(P, own);
+        torch.world.sim.hold_stream(own).unwrap();
+        torch.world.sim.hold_stream(used).unwrap();
+        torch.write(block, bytes, 1, own);
+        torch.allocator.record_stream(block, used);
+        assert_eq!(torch.allocator.free(block), Freed::Deferred);
+        torch.world.runtime.retire_stream(own).unwrap();
+        // The stream has a new slot from here on, and nothing was used on it.
+        torch.malloc_on(3 * P, own);
+        let slot = device.fences.slot_of(own).unwrap().unwrap();
+        let thief = take_slot(&torch, slot.index());
+        torch.finish(used);
+        // The block waits for its own stream alone.
+        let mut elsewhere = vec![torch.malloc_on(512, other)];
+        let stolen = device.fences.slot_of(thief).unwrap().unwrap();
+        for _ in 0..3 {
+            let fence = device.fences.record(thief, stolen).unwrap();
+            torch.world.sim.stream_synchronize(thief).unwrap();
+            assert_eq!(device.fences.cover(fence).unwrap(), Cover::Passed);
+        }
+        for seed in 0..3 {
+            let found = torch.malloc_on(bytes, other);
+            assert_ne!(found, block, "its writer has not run");
+            torch.write(found, bytes, seed, other);
+            elsewhere.push(found);
+        }
+        torch.world.sim.stream_synchronize(other).unwrap();
+        torch.finish(own);
+        for block in elsewhere {
+            torch.allocator.free(block);
+        }
+        torch.allocator.free(torch.malloc_on(bytes, own));
+        torch.world.sim.stream_synchronize(other).unwrap();
+        torch.allocator.empty_cache().unwrap();
+        torch.check();
+    }
+}
+
+/// A slot that is held is no other stream's, however many come; when it is let go of it is.
+#[test]
+fn a_slot_that_is_held_is_nobody_elses() {
+    let torch = Torch::of(World::with(ROOMY, options()));
+    let device = Arc::clone(torch.world.runtime.device());
+    let own = torch.world.stream;
+    let slot = device.fences.slot_of(own).unwrap().unwrap();
+    let held = device.fences.hold(slot).unwrap();
+    assert_eq!(held.slot(), slot);
+    for _ in 0..600 {
+        let stream = torch.world.another_stream();
+        let taken = device.fences.slot_of(stream).unwrap().unwrap();
+        assert_ne!(taken.index(), slot.index());
+    }
+    assert!(device.fences.is_still(slot));
+    drop(held);
+    let thief = take_slot(&torch, slot.index());
+    assert!(device.fences.hold_if_still(slot).is_none());
+    let stolen = device.fences.slot_of(thief).unwrap().unwrap();
+    // Neither a stamp nor a hold is of the slot as it was told.
+    assert_ne!(device.fences.stamp_anyhow(slot).slot(), stolen.index());
+    assert_ne!(device.fences.hold(slot).unwrap().slot(), slot);
+    assert!(device.fences.is_still(stolen));
+}
+
 /// As above, the stream's next request instead of a free.
 #[test]
 fn a_request_after_its_stream_was_retired_makes_nothing_anybodys() {
@@ -94,9 +168,15 @@ fn steal_slot(torch: &Torch, from: Stream) -> Stream {
     let device = torch.world.runtime.device();
     device.context_wait_asked().unwrap();
     let slot = device.fences.slot_of(from).unwrap().unwrap();
+    take_slot(torch, slot.index())
+}
+
+/// A stream that has taken a slot over whose uses have all passed.
+fn take_slot(torch: &Torch, index: u16) -> Stream {
+    let fences = &torch.world.runtime.device().fences;
     for _ in 0..4096 {
         let stream = torch.world.another_stream();
-        if device.fences.slot_of(stream).unwrap().unwrap().index() == slot.index() {
+        if fences.slot_of(stream).unwrap().unwrap().index() == index {
             return stream;
         }
     }

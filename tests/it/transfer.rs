@@ -5,6 +5,7 @@ use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 use std::time::Duration;
 
+use vbar::copy::fill::Filler;
 use vbar::driver::kernel::checksum;
 use vbar::driver::sim::Verb;
 use vbar::driver::{CaptureMode, DriverCode};
@@ -156,6 +157,92 @@ fn a_copy_that_no_fence_covers_is_waited_for() {
         world.sim.heal();
         world.runtime.read_file(&stored, 0..4 * P, base, world.stream).unwrap();
     }
+    check_sum(&world, &vbar, &pattern_bytes(4 * P, 5), world.stream);
+    drop(guard);
+    world.check();
+}
+
+/// Offsets up to the last that there is: the system refuses them, and nothing comes of sums.
+#[test]
+fn bytes_at_the_last_offsets_are_an_error_of_the_file() {
+    for threads in [Threads::Off, Threads::On] {
+        let world = world(threads, LARGE);
+        let (vbar, stored) = (world.runtime.create_bar(LARGE).unwrap(), file(LARGE, 3));
+        let guard = resident_on(&vbar, 0..LARGE / P, world.stream);
+        for bytes in [u64::MAX - 50..u64::MAX, u64::MAX - LARGE..u64::MAX] {
+            let base = vbar.base();
+            let read = world.runtime.read_file(&stored, bytes.clone(), base, world.stream);
+            let written = world.runtime.write_file(&stored, bytes, base, world.stream);
+            for error in [read.unwrap_err(), written.unwrap_err()] {
+                assert_eq!(error.code(), ErrorCode::Io, "{error}");
+            }
+        }
+        world.runtime.read_file(&stored, 0..LARGE, vbar.base(), world.stream).unwrap();
+        check_sum(&world, &vbar, &pattern_bytes(LARGE, 3), world.stream);
+        drop(guard);
+        drop(vbar);
+        world.check();
+        world.check_shut();
+    }
+}
+
+/// A copy without a fence whose stream does not end in time is told so, and its slot is nobody
+/// else's before it is done.
+#[test]
+fn a_copy_that_no_fence_covers_is_not_waited_for_without_end() {
+    let world = world(Threads::Off, P);
+    let (vbar, stored) = (world.vbar(4), file(4 * P, 5));
+    let guard = resident_on(&vbar, 0..4, world.stream);
+    world.runtime.read_file(&stored, 0..P, vbar.base(), world.stream).unwrap();
+    world.sim.hold_stream(world.stream).unwrap();
+    world.runtime.set_wait_timeout(Duration::from_millis(30));
+    world.sim.fail_always(Verb::EventRecord, DriverCode::INVALID_VALUE);
+    let error = world.runtime.read_file(&stored, 0..P, vbar.base(), world.stream).unwrap_err();
+    assert_eq!(error.driver_code(), Some(DriverCode::INVALID_VALUE), "{error}");
+    world.sim.heal();
+    world.sim.release_stream(world.stream).unwrap();
+    world.runtime.set_wait_timeout(Duration::from_secs(5));
+    world.runtime.read_file(&stored, 0..4 * P, vbar.base(), world.stream).unwrap();
+    check_sum(&world, &vbar, &pattern_bytes(4 * P, 5), world.stream);
+    drop(guard);
+    world.check();
+}
+
+/// However many streams come, none gets the slot of the one that fills: uses of what is copied
+/// would be told by another stream's fences.
+#[test]
+fn the_fill_stream_keeps_its_slot() {
+    let world = world(Threads::Off, P);
+    let device = Arc::clone(world.runtime.device());
+    let _scope = device.enter().unwrap();
+    let filler = Filler::new(Arc::clone(&device)).unwrap();
+    let (_, slot) = filler.stream();
+    for _ in 0..600 {
+        let stream = world.another_stream();
+        let other = device.fences.slot_of(stream).unwrap().unwrap();
+        assert_ne!(other.index(), slot.index());
+    }
+    assert!(device.fences.is_still(slot));
+    assert_eq!(filler.stamp().slot(), slot.index());
+}
+
+/// A copy that is refused for a moment is made again where no memory can be page-locked, too.
+#[test]
+fn a_refusal_for_a_moment_is_nobodys_error_without_a_ring() {
+    let options = RuntimeOptions { host_allowance: Some(0), ..options() };
+    let world = World::with("capacity=64M,granularity=64K", options);
+    let (vbar, stored) = (world.vbar(4), file(4 * P, 5));
+    let guard = resident_on(&vbar, 0..4, world.stream);
+    world.sim.fail_nth(Verb::MemcpyHtodAsync, 1, DriverCode::NOT_READY);
+    world.runtime.read_file(&stored, 0..4 * P, vbar.base(), world.stream).unwrap();
+    world.sim.fail_nth(Verb::MemcpyDtohAsync, 1, DriverCode::NOT_READY);
+    world.runtime.write_file(&stored, 0..4 * P, vbar.base(), world.stream).unwrap();
+    // One whose end was not seen is not: the device may be writing to the memory.
+    world.sim.fail_nth(Verb::StreamSynchronize, 1, DriverCode::NOT_READY);
+    let base = vbar.base();
+    let error = world.runtime.write_file(&stored, 0..P, base, world.stream).unwrap_err();
+    assert_eq!(error.driver_code(), Some(DriverCode::NOT_READY), "{error}");
+    world.sim.heal();
     check_sum(&world, &vbar, &pattern_bytes(4 * P, 5), world.stream);
     drop(guard);
     world.check();

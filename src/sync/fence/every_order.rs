@@ -122,6 +122,42 @@ fn a_use_that_is_stamped_as_its_slot_changes_hands_is_not_lost() {
     });
 }
 
+/// A slot that is held is not taken over, and a stamp that is made anyhow is of the slot that the
+/// stream has, or of none: no other stream's fence covers what it stands for.
+///
+/// Caught: a take-over that looks for holds before it gives the slot away, or after it has looked
+/// for stamps.
+#[test]
+fn a_held_slot_and_a_stamp_made_anyhow_are_no_other_streams() {
+    model(2, |world| {
+        let (slot, busy) = (world.slot(A), world.slot(B));
+        world.device.launch(B);
+        let _busy = world.fences.stamp(busy);
+        let holder = spawn(world, move |world| {
+            world.device.launch(A);
+            let held = world.fences.hold_if_still(slot);
+            held.map(|held| world.fences.stamp(held.slot()))
+        });
+        let user = spawn(world, move |world| {
+            world.device.launch(A);
+            world.fences.stamp_anyhow(slot)
+        });
+        let taker = spawn(world, |world| {
+            let slot = world.fences.slot_of(C).ok().flatten();
+            slot.map(|slot| world.fences.record(C, slot).unwrap())
+        });
+        let (held, anyhow) = (holder.join().unwrap(), user.join().unwrap());
+        let taken = taker.join().unwrap();
+        world.device.get_on(C);
+        if let Some(taken) = taken {
+            assert!(world.has_passed(taken));
+        }
+        for ticket in held.into_iter().chain([anyhow]) {
+            assert!(!world.has_passed(ticket), "another stream's fence covers work of this one");
+        }
+    });
+}
+
 /// A stream that takes a slot over waits for nothing yet, however the stream before it waited.
 ///
 /// Caught: a slot that gets its new stream before what the old one waited for is forgotten (as the

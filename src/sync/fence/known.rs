@@ -180,14 +180,17 @@ impl Fences {
     /// and forgets what that stream waited for. Returns whether it did; nobody finds the slot then.
     fn vacate(&self, slot: &Slot, ring: &mut Ring) -> Result<bool> {
         let before = slot.id.load(Acquire);
-        if !self.is_idle(slot, ring)? {
+        if slot.holds.load(Relaxed) > 0 || !self.is_idle(slot, ring)? {
             return Ok(false);
         }
         slot.id.store(RETIRED, Release);
         // A use may have been stamped, and confirmed, since the look above. Both sides write
         // `stamped` between writing their own word and reading the other's: whoever comes second
-        // there sees what the first one wrote.
-        if slot.stamped.fetch_max(0, AcqRel) > slot.passed.load(Acquire) {
+        // there sees what the first one wrote. `holds` likewise, and first: who has held the slot
+        // and let go of it has stamped before.
+        if slot.holds.fetch_add(0, AcqRel) > 0
+            || slot.stamped.fetch_max(0, AcqRel) > slot.passed.load(Acquire)
+        {
             slot.id.store(before, Release);
             return Ok(false);
         }

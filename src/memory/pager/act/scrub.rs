@@ -77,7 +77,7 @@ impl Pager {
             // Nothing was enqueued on a stream that there is not.
             return None;
         };
-        Some(fences.record(stream, slot).unwrap_or_else(|_| fences.stamp(slot)))
+        Some(fences.record(stream, slot).unwrap_or_else(|_| fences.stamp_anyhow(slot)))
     }
 
     fn scrub_stream(&self, caller: Option<Writer>) -> Result<(Stream, StreamSlot)> {
