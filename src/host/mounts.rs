@@ -192,7 +192,7 @@ mod tests {
         use rustix::fs::{CWD, FileType, Mode, mknodat};
         let folder = tempfile::tempdir().unwrap();
         let root = SystemRoot::new(folder.path());
-        mknodat(CWD, &folder.path().join("pipe"), FileType::Fifo, Mode::RUSR, 0).unwrap();
+        mknodat(CWD, folder.path().join("pipe"), FileType::Fifo, Mode::RUSR, 0).unwrap();
         std::os::unix::fs::symlink("/dev/zero", folder.path().join("zero\n")).unwrap();
         for path in ["/pipe", "/zero\n"] {
             let error = root.read(path).unwrap_err();

@@ -87,12 +87,13 @@ class Library(Case):
 
     def test_a_privileged_process_takes_no_library_from_its_environment(self):
         program = """
+            import pathlib
             from vbar import _library
             _library._is_privileged = lambda: True
-            print(_library._path())
+            print(_library._path() == str(pathlib.Path(_library.__file__).parent / "libvbar.so"))
         """
         said = check_program(self, program, VBAR_LIBRARY="/tmp/another.so")
-        self.assertEqual(said.strip(), str(ROOT / "python_shim/vbar/libvbar.so"))
+        self.assertEqual(said.strip(), "True")
 
     def test_the_package_is_imported_without_the_library(self):
         program = "import vbar; print(vbar.NO_STREAM, vbar.Device, vbar.Reason.BUDGET)"
