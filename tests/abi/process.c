@@ -182,6 +182,11 @@ static void exit_without_handlers(void) {
     _exit(7);
 }
 
+/* Another thread may be in the middle of exit(3), and this one's calls are refused already. */
+static void wait_for_the_end(void) {
+    for (;;) pause();
+}
+
 static void exit_when_told(uint32_t level, const char *message, void *user) {
     (void)level, (void)message, (void)user;
     exit(7);
@@ -197,6 +202,7 @@ static void exit_from_a_message(void) {
     VbarDevice none;
     options.ordinal = 63;
     vbar_device_open(&options, &none);
+    wait_for_the_end();
 }
 
 static int exit_when_asked(void *user) {
@@ -235,10 +241,11 @@ static void exit_from_a_release(void) {
     OK(vbar_bar_fault(bound, 0, sizeof bytes, VBAR_STREAM_NONE, &told));
     if (told.token.id != 0) OK(vbar_token_unpin(told.token, VBAR_STREAM_NONE));
     OK(vbar_bar_destroy_wait(bound));
-    for (;;) {
-        OK(vbar_device_refresh(device));
-        usleep(1000);
+    for (int status = VBAR_STATUS_OK; status == VBAR_STATUS_OK; usleep(1000)) {
+        status = vbar_device_refresh(device);
+        CHECK(status == VBAR_STATUS_OK || status == VBAR_STATUS_PROCESS_ENDING);
     }
+    wait_for_the_end();
 }
 
 static void *stream_for_ever(void *argument) {
