@@ -100,3 +100,13 @@ pub(crate) fn model(interruptions: Option<usize>, run: impl Fn() + Send + Sync +
     });
     println!("{} orders", orders.load(std::sync::atomic::Ordering::Relaxed));
 }
+
+/// Runs `work` in another thread of a model, on what its threads share.
+#[cfg(test)]
+pub(crate) fn spawn<S: 'static, R: 'static>(
+    shared: &std::sync::Arc<S>,
+    work: impl FnOnce(&S) -> R + 'static,
+) -> loom::thread::JoinHandle<R> {
+    let shared = std::sync::Arc::clone(shared);
+    loom::thread::spawn(move || work(&shared))
+}

@@ -42,7 +42,7 @@ pub(crate) use {
 };
 
 #[cfg(all(test, vbar_loom))]
-pub(crate) use loomed::model;
+pub(crate) use loomed::{model, spawn};
 
 /// The same without a stand-in: for statics, which outlive the runs of a model, and for numbers
 /// that no other memory is ordered by.

@@ -7,6 +7,7 @@
  */
 #define _GNU_SOURCE
 #include "check.h"
+#include "children.h"
 
 #include <pthread.h>
 #include <stdatomic.h>
@@ -14,15 +15,6 @@
 
 /* What children end with. */
 enum { OPENED = 5, REFUSED = 6 };
-
-/* A child that hangs is ended by a signal, which fails the test. */
-static int code_of(pid_t child) {
-    int status;
-    CHECK(child > 0 && waitpid(child, &status, 0) == child);
-    if (WIFSIGNALED(status)) fprintf(stderr, "ended by signal %d\n", WTERMSIG(status));
-    CHECK(WIFEXITED(status));
-    return WEXITSTATUS(status);
-}
 
 /* Opens a device and uses it, if the process may. */
 static void open_or_be_refused(void) {

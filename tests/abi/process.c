@@ -4,6 +4,7 @@
  */
 #define _GNU_SOURCE
 #include "check.h"
+#include "children.h"
 #include "models.h"
 
 #include <pthread.h>
@@ -99,25 +100,35 @@ static void check_all_refuse(void) {
     CHECK(vbar_abi_version() == VBAR_ABI_VERSION);
 }
 
+/* Gives back what a fault came to. Whether the process ends. */
+static int is_over(int status, const VbarFault *told) {
+    if (status == VBAR_STATUS_PROCESS_ENDING) return 1;
+    OK(status);
+    if (told->token.id == 0) return 0;
+    status = vbar_token_unpin(told->token, 0);
+    CHECK(status == VBAR_STATUS_OK || status == VBAR_STATUS_PROCESS_ENDING);
+    return 0;
+}
+
 static void *use_for_ever(void *argument) {
     (void)argument;
     for (;;) {
         VbarFault told;
         int status = vbar_bar_fault(bar, 0, 2 * page_bytes(), 0, &told);
-        if (status == VBAR_STATUS_PROCESS_ENDING) return NULL;
-        OK(status);
-        if (told.token.id == 0) continue;
-        status = vbar_token_unpin(told.token, 0);
-        CHECK(status == VBAR_STATUS_OK || status == VBAR_STATUS_PROCESS_ENDING);
+        if (is_over(status, &told)) return NULL;
+    }
+}
+
+static void start_threads(void *(*work)(void *)) {
+    for (int at = 0; at < THREADS; at++) {
+        pthread_t thread;
+        CHECK(pthread_create(&thread, NULL, work, NULL) == 0);
+        CHECK(pthread_detach(thread) == 0);
     }
 }
 
 static void start_users(void) {
-    for (int at = 0; at < THREADS; at++) {
-        pthread_t thread;
-        CHECK(pthread_create(&thread, NULL, use_for_ever, NULL) == 0);
-        CHECK(pthread_detach(thread) == 0);
-    }
+    start_threads(use_for_ever);
 }
 
 static atomic_int ended_code = 7;
@@ -253,23 +264,15 @@ static void *stream_for_ever(void *argument) {
     for (uint64_t at = 0;; at++) {
         VbarFault told;
         int status = vbar_model_fault(model, at % TENSORS, 0, &told);
-        if (status == VBAR_STATUS_PROCESS_ENDING) return NULL;
-        OK(status);
-        if (told.token.id == 0) continue;
-        status = vbar_token_unpin(told.token, 0);
-        CHECK(status == VBAR_STATUS_OK || status == VBAR_STATUS_PROCESS_ENDING);
+        if (is_over(status, &told)) return NULL;
     }
 }
 
 /* Copies on their way, files being read, pages on the move. */
 static void open_and_stream(void) {
-    pthread_t thread;
     device = open_device(TENSORS / 2);
     OK(vbar_model_open(device, path, &model));
-    for (int at = 0; at < THREADS; at++) {
-        CHECK(pthread_create(&thread, NULL, stream_for_ever, NULL) == 0);
-        CHECK(pthread_detach(thread) == 0);
-    }
+    start_threads(stream_for_ever);
     while (statistics(device).evicted_page_count < TENSORS) usleep(1000);
 }
 
@@ -312,15 +315,6 @@ static void check_ends_by(void (*body)(void), int number) {
     }
     CHECK(child > 0 && waitpid(child, &status, 0) == child);
     CHECK(WIFSIGNALED(status) && WTERMSIG(status) == number);
-}
-
-/* The code that a child ends with; a signal fails the test. */
-static int code_of(pid_t child) {
-    int status;
-    CHECK(child > 0 && waitpid(child, &status, 0) == child);
-    if (WIFSIGNALED(status)) fprintf(stderr, "ended by signal %d\n", WTERMSIG(status));
-    CHECK(WIFEXITED(status));
-    return WEXITSTATUS(status);
 }
 
 static void check_ends(void (*body)(void), int code) {

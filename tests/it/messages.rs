@@ -1,15 +1,12 @@
 //! What is told beside the name of a failure: the numbers, and what to do about it.
 
-use std::time::Duration;
-
 use vbar::driver::DriverCode;
-use vbar::options::Eviction;
 use vbar::units::{DeviceOrdinal, PageSize};
 use vbar::{ErrorCode, Runtime, RuntimeOptions};
 
 use crate::forked::in_child;
 use crate::program::{output, text, vbar, written_model};
-use crate::world::{DEVICE, P, ROOMY, World, budget_options, resident};
+use crate::world::{DEVICE, P, World, budget_options};
 
 #[track_caller]
 fn check(error: &vbar::Error, code: ErrorCode, words: &[&str]) {
@@ -29,21 +26,6 @@ fn a_lost_device_says_what_is_left_to_do() {
     let error = vbar.fault(0..P, world.stream).map(drop).unwrap_err();
     let words = ["CUDA_ERROR_LAUNCH_FAILED (719)", "end the process and start anew"];
     check(&error, ErrorCode::DeviceLost, &words);
-}
-
-#[test]
-fn a_wait_that_takes_too_long_says_how_long_and_what_may_be_longer() {
-    let wait_timeout = Duration::from_millis(10);
-    let options = RuntimeOptions { eviction: Eviction::Strict, wait_timeout, ..budget_options(1) };
-    let world = World::with(ROOMY, options);
-    let (old, new) = (world.vbar(1), world.vbar(1));
-    world.sim.hold_stream(world.stream).unwrap();
-    let guard = resident(&world, &old, 0..1);
-    world.write(guard.address(), P, 1, world.stream);
-    drop(guard);
-    let error = new.fault(0..P, world.another_stream()).map(drop).unwrap_err();
-    check(&error, ErrorCode::TimedOut, &["waited ", " ms for frame", "set a longer wait time-out"]);
-    world.sim.release_stream(world.stream).unwrap();
 }
 
 #[test]

@@ -164,7 +164,9 @@ fn scenario_60_a_wait_that_ends_is_told_with_the_page() {
     drop(guard);
     let error = new.fault(0..P, world.another_stream()).map(drop).unwrap_err();
     assert_eq!(error.code(), ErrorCode::TimedOut);
-    check_text(&world, &error, &["for frame", &format!("page 0 of VBAR {}", new.number())]);
+    let page = format!("page 0 of VBAR {}", new.number());
+    let words = ["waited ", " ms for frame", &page, "set a longer wait time-out"];
+    check_text(&world, &error, &words);
     world.sim.release_stream(world.stream).unwrap();
 }
 

@@ -41,13 +41,10 @@ fn a_free_after_its_stream_was_retired_makes_nothing_anybodys() {
     }
 }
 
-/// The same of a block that waits for a stream that it was recorded for.
-#[test]
-fn a_block_that_waits_while_its_stream_is_retired_is_not_anybodys() {
-    let torch = Torch::of(World::with(ROOMY, options()));
-    let (own, used) = (torch.world.stream, torch.world.another_stream());
-    let other = torch.world.another_stream();
-    let (block, bytes) = (torch.malloc_on(4 * P, own), 4 * P);
+/// A block that `own` still writes and that waits for `used` too, freed; then `own` is retired, and
+/// has a new slot on which nothing was used.
+fn freed_and_retired(torch: &Torch, bytes: u64, own: Stream, used: Stream) -> u64 {
+    let block = torch.malloc_on(bytes, own);
     let _between = torch.malloc_on(P, own);
     torch.world.sim.hold_stream(own).unwrap();
     torch.world.sim.hold_stream(used).unwrap();
@@ -55,8 +52,18 @@ fn a_block_that_waits_while_its_stream_is_retired_is_not_anybodys() {
     torch.allocator.record_stream(block, used);
     assert_eq!(torch.allocator.free(block), Freed::Deferred);
     torch.world.runtime.retire_stream(own).unwrap();
-    // The stream has a new slot from here on.
     torch.malloc_on(3 * P, own);
+    block
+}
+
+/// The same of a block that waits for a stream that it was recorded for.
+#[test]
+fn a_block_that_waits_while_its_stream_is_retired_is_not_anybodys() {
+    let torch = Torch::of(World::with(ROOMY, options()));
+    let (own, used) = (torch.world.stream, torch.world.another_stream());
+    let other = torch.world.another_stream();
+    let bytes = 4 * P;
+    let block = freed_and_retired(&torch, bytes, own, used);
     torch.finish(used);
     for seed in 0..3 {
         let elsewhere = torch.malloc_on(bytes, other);
@@ -77,16 +84,7 @@ fn a_block_that_waited_has_no_mark_of_another_stream() {
         let device = Arc::clone(torch.world.runtime.device());
         let (own, used) = (torch.world.stream, torch.world.another_stream());
         let other = torch.world.another_stream();
-        let block = torch.malloc_on(bytes, own);
-        let _between = torch.malloc_on(P, own);
-        torch.world.sim.hold_stream(own).unwrap();
-        torch.world.sim.hold_stream(used).unwrap();
-        torch.write(block, bytes, 1, own);
-        torch.allocator.record_stream(block, used);
-        assert_eq!(torch.allocator.free(block), Freed::Deferred);
-        torch.world.runtime.retire_stream(own).unwrap();
-        // The stream has a new slot from here on, and nothing was used on it.
-        torch.malloc_on(3 * P, own);
+        let block = freed_and_retired(&torch, bytes, own, used);
         let slot = device.fences.slot_of(own).unwrap().unwrap();
         let thief = take_slot(&torch, slot.index());
         torch.finish(used);

@@ -15,7 +15,7 @@ import operator
 import sys
 import threading
 import weakref
-from typing import TYPE_CHECKING, Any, Iterable
+from typing import TYPE_CHECKING, Any, Callable, Iterable
 
 from .. import _abi, _abi_torch, _library
 from .._device import Device
@@ -164,6 +164,18 @@ def _open(index: int) -> Device:
     if of_torch.is_installed():
         return of_torch.device(index)
     return Device(ordinal=index, **_options)
+
+
+def lazy_lib(module: str) -> Callable[[str], Any]:
+    """The ``__getattr__`` of a module whose ``lib`` is the one of now: such a module may have been
+    imported before ``control.init``."""
+
+    def attribute(name: str) -> Any:
+        if name == "lib":
+            return lib
+        raise AttributeError(f"module {module!r} has no attribute {name!r}")
+
+    return attribute
 
 
 def deinit() -> None:

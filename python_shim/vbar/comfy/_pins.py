@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from .. import _abi, _interrupt, _library, _log
 from .._call import raise_failure
 from .._errors import StaleToken
-from .._guard import Pins
+from .._guard import Pins, fault_of
 from .._values import Reason
 from . import _devices
 
@@ -33,32 +33,17 @@ def pin(bar: Bar, offset: int, nbytes: int, index: int, patience: float = PATIEN
     Raises:
         vbar.Error: the fault failed.
     """
-    library, handle = bar._lib, _abi.STREAM_NONE
+    handle = _abi.STREAM_NONE
     stream = _devices.current_stream(index)
     if _devices.is_capturing():
         # What a graph uses is kept for it, which takes the stream that is being captured.
         handle, patience = stream, 0.0
     deadline = 0.0
     while True:
-        pins = Pins()
-        pins.own(library.vbar_token_unpin, stream)
-        try:
-            if _interrupt.unarmed:
-                _interrupt.arm()
-            status = library.vbar_bar_fault(bar._id, offset, nbytes, handle, pins)
-            if status or _interrupt.stash:
-                raise_failure(status)
-            _log.deliver_if_due()
-        except BaseException:
-            # A signal's handler may have raised although the fault was good.
-            if pins.token:
-                pins.release()
-            else:
-                pins.forget()
-            raise
+        pins = fault_of(bar._lib.vbar_bar_fault, bar._id, offset, nbytes, handle)
         if pins.token:
+            pins.own(bar._lib.vbar_token_unpin, stream)
             return pins
-        pins.forget()
         if pins.reason != Reason.FENCE_PENDING or patience <= 0:
             return pins
         now = time.monotonic()

@@ -11,7 +11,7 @@ use super::*;
 use crate::driver::Driver;
 use crate::driver::modelled::{CONTEXT, Modelled};
 use crate::options::RuntimeOptions;
-use crate::sync;
+use crate::sync::{self, spawn};
 use crate::units::{DeviceOrdinal, Stream};
 
 const STREAM: Stream = Stream(10);
@@ -57,14 +57,6 @@ fn model(interruptions: usize, run: impl Fn(&Arc<World>) + Send + Sync + 'static
         let (staging, bytes) = (Staging::of(vec![slot], 4096), UnsafeCell::new(0));
         run(&Arc::new(World { driver, device, staging, bytes }));
     });
-}
-
-fn spawn<R: 'static>(
-    world: &Arc<World>,
-    work: impl FnOnce(&World) -> R + 'static,
-) -> thread::JoinHandle<R> {
-    let world = Arc::clone(world);
-    thread::spawn(move || work(&world))
 }
 
 /// Whoever takes the slot has it alone, after the copy of whoever had it before; and whoever waits

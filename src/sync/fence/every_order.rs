@@ -6,7 +6,7 @@ use loom::thread;
 
 use super::*;
 use crate::driver::modelled::{CONTEXT, Modelled};
-use crate::sync;
+use crate::sync::{self, spawn};
 
 const A: Stream = Stream(10);
 const B: Stream = Stream(11);
@@ -35,14 +35,6 @@ fn model(interruptions: usize, run: impl Fn(&Arc<World>) + Send + Sync + 'static
         let fences = Fences::new(driver, CONTEXT, Duration::MAX);
         run(&Arc::new(World { device, fences }));
     });
-}
-
-fn spawn<R: 'static>(
-    world: &Arc<World>,
-    work: impl FnOnce(&World) -> R + 'static,
-) -> thread::JoinHandle<R> {
-    let world = Arc::clone(world);
-    thread::spawn(move || work(&world))
 }
 
 /// A ticket that has passed says that the work it was stamped for is done, whoever recorded what

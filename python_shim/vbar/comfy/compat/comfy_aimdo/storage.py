@@ -14,8 +14,4 @@ def fast_disk(path: Any) -> bool | None:
     return None
 
 
-def __getattr__(name: str) -> Any:
-    # As it is now: this may have been imported before `control.init`.
-    if name == "lib":
-        return _devices.lib
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = _devices.lazy_lib(__name__)
