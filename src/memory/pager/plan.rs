@@ -229,7 +229,7 @@ fn below_watermark(
         state.creatable(page_bytes) + state.frames.free_count() + state.closing_resident();
     for (bar, page) in wanted {
         let entry = state.bar_mut(bar.id);
-        if bar.bound().is_some() || bar.is_arena() || page.0 < entry.watermark {
+        if bar.streams(page.0) || bar.is_arena() || page.0 < entry.watermark {
             continue;
         }
         let healed = entry.healing.observe(now, surplus);
@@ -335,7 +335,7 @@ fn claim(
             let (bar, page) = (Arc::clone(bar), *page);
             let planned = state.bar(bar.id).role_of(page);
             let streams = planned
-                .map_or(own == OwnVictims::Some && bar.bound().is_some(), |role| {
+                .map_or(own == OwnVictims::Some && bar.streams(page.0), |role| {
                     role == Role::Streamed
                 });
             let keep = match planned {
@@ -343,7 +343,8 @@ fn claim(
                 _ => Keep::No,
             };
             let (backing, asker) = (Backing::Device, Asker::Fault);
-            Claim { bar, page, take, users, streams, backing, keep, asker }
+            let fill = bar.filled_by();
+            Claim { bar, page, take, users, streams, backing, keep, fill, asker }
         })
         .collect()
 }
@@ -479,7 +480,7 @@ impl Search<'_> {
             return OwnVictims::None;
         }
         let ranges = || items.iter().filter(|item| item.bar.id == own.id).map(|item| &item.pages);
-        if own.bound().is_none() {
+        if !ranges().all(|pages| pages.clone().all(|page| own.streams(page))) {
             let entry = state.bar(own.id);
             let end = ranges().map(|pages| pages.end).max().unwrap_or(0).max(entry.floor);
             self.take_from(own, entry.resident.range(end..).rev().copied());
@@ -505,9 +506,10 @@ impl Search<'_> {
         // Nor does a higher rank keep it from streaming through frames of others like it: an order
         // in which models take turns is learned of faults that are served.
         for entry in state.order.range(limit..).map(|rank| state.bar(rank.bar)) {
-            let is_like_it = entry.bar.bound().is_some() && entry.kept.is_none();
+            let is_like_it = entry.bar.has_filled() && entry.kept.is_none();
             if is_like_it && entry.rank.class == class && entry.bar.id != own.id {
-                self.take_from(&entry.bar, entry.resident.range(entry.floor..).rev().copied());
+                let pages = entry.resident.range(entry.floor..).rev().copied();
+                self.take_from(&entry.bar, pages.filter(|page| entry.bar.streams(*page)));
             }
         }
         OwnVictims::Some
