@@ -1669,6 +1669,16 @@ typedef struct VbarStatistics {
    could be dropped.
    */
   uint64_t locked_registered_bytes;
+  /*
+   Of `locked_bytes`, those that hold what `vbar_bar_save` saved, room for more included.
+   */
+  uint64_t locked_saved_bytes;
+  /*
+   Of `locked_bytes`, those that are to go: what is above the allowance, and all that is saved
+   while the system is short of memory. The library gives back what it can by itself; what is
+   saved goes by `vbar_bar_drop_save`.
+   */
+  uint64_t locked_excess_bytes;
 } VbarStatistics;
 
 /*

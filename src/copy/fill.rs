@@ -185,7 +185,9 @@ impl Filler {
     pub fn locked(&self) -> LockedBytes {
         let (ring_bytes, cache_bytes) = (self.staging.locked_bytes(), self.cache.bytes());
         let (registered_bytes, saved_bytes) = (self.registered.bytes(), self.saved.bytes());
-        LockedBytes { ring_bytes, cache_bytes, registered_bytes, saved_bytes }
+        let saved_excess = if saved_bytes > 0 && self.room.is_short() { saved_bytes } else { 0 };
+        let excess_bytes = self.room.excess_bytes().max(saved_excess);
+        LockedBytes { ring_bytes, cache_bytes, registered_bytes, saved_bytes, excess_bytes }
     }
 
     /// Page-locked bytes that may be held now; the system is asked at most each 100 ms.

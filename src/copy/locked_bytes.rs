@@ -11,6 +11,8 @@ pub struct LockedBytes {
     pub registered_bytes: u64,
     /// What the program wrote and was saved, room for more of it included.
     pub saved_bytes: u64,
+    /// Of all these, what is to go: it is above the allowance, or saved while memory is short.
+    pub excess_bytes: u64,
 }
 
 impl LockedBytes {
