@@ -1,10 +1,11 @@
 """ComfyUI on vbar, beside the allocator that it comes with and beside none, on a GPU.
 
-    comfy.py TREE [--original FOLDER] [--caps 6,4,3] [--steps 8] [--rounds 3] [--cases flux,...]
+    comfy.py TREE [--original FOLDER] [--caps 6,4,3] [--steps 8] [--rounds 3] [--cases flux,...] [--off]
 
 TREE is an unmodified ComfyUI 0.33, of which `comfy/`, `comfyui_version.py`, `cuda_malloc.py` and
 `node_helpers.py` are used; what these import must be installed. FOLDER has the original
-`comfy_aimdo`; without, that column is left out. Nothing is downloaded: the checkpoints have random
+`comfy_aimdo`; without, that column is left out. `--off` adds one of ours without saved weights
+(`VBAR_COMFY_AHEAD=off`). Nothing is downloaded: the checkpoints have random
 weights and are written to a temporary folder.
 
 Each measurement is a process that does what ComfyUI's main program and its executor do, without
@@ -70,6 +71,7 @@ def main():
     parser.add_argument("--size", type=int, default=1024)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--cases", default=",".join(CASES))
+    parser.add_argument("--off", action="store_true")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     told = parser.parse_args()
     if told.child:
@@ -86,6 +88,8 @@ def parent(told, folder):
         path = [str(told.original)] if kind == "original" else []
         path = [*path, os.environ.get("PYTHONPATH", "")]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path))}
+        if kind == "off":
+            environment["VBAR_COMFY_AHEAD"] = "off"
         done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True)
         if done.returncode:
             sys.exit(f"{kind} at {cap} GiB, {case}: ended with {done.returncode}\n{done.stdout}")
@@ -93,7 +97,7 @@ def parent(told, folder):
 
     made = run("make", None, "flux")
     print(f"{made['device']}, {made['link'] / 1e9:.1f} GB/s from page-locked memory")
-    kinds = ["ours", "original"] if told.original else ["ours"]
+    kinds = ["ours", *["off"] * told.off, *["original"] * bool(told.original)]
     failed = []
     header = f"{'case':8}{'cap':>6}{'floor':>8}"
     print(header + "".join(f"{kind:>10}{'x floor':>9}{'cold':>8}" for kind in kinds))
@@ -153,7 +157,7 @@ def child(told, asked):
         program = "import torch; print(torch.cuda.mem_get_info()[1])"
         total = int(subprocess.check_output([sys.executable, "-c", program]))
         sys.argv += ["--vram-headroom", str(total / GIB - asked["cap"])]
-    if kind == "ours":
+    if kind in ("ours", "off"):
         import vbar.comfy
 
         vbar.comfy.install()
@@ -175,7 +179,7 @@ class Client:
         comfy.options.enable_args_parsing()
         import comfy_aimdo.control as control
 
-        self.is_dynamic = kind in ("ours", "original")
+        self.is_dynamic = kind in ("ours", "off", "original")
         if self.is_dynamic:
             assert control.init(simple_vram_headroom=None), "the allocator was not loaded"
         import torch

@@ -26,8 +26,8 @@ pub extern "C" fn vbar_bar_prepare_save(bar: VbarBar, bar_offset: u64, bytes: u6
 /// of need where the device has threads: `VbarFault::signature` changes as ever, the bytes do not.
 /// Until `vbar_bar_drop_save` nobody writes them. Statuses: the common ones, the driver's,
 /// `CLOSED`; `UNSUPPORTED` for a stream that is being captured; `INVALID_ARGUMENT` for no stream,
-/// and for what was not prepared or is saved already. After a failure they are not prepared any
-/// more. Thread-safe.
+/// and for what is not pinned, was not prepared or is saved already. Where the copy failed they are
+/// not prepared any more. Thread-safe.
 #[unsafe(no_mangle)]
 pub extern "C" fn vbar_bar_save(
     bar: VbarBar,

@@ -168,7 +168,8 @@ impl State {
             None => Ok(Standing::Unknown),
             Some((start, entry)) if (*start..entry.end) == *bytes => Ok(Standing::Known),
             Some((start, entry)) => {
-                let text = format!("it overlaps {start}..{}, which has room or is saved", entry.end);
+                let text =
+                    format!("it overlaps {start}..{}, which has room or is saved", entry.end);
                 Err(refusal(bytes, &text))
             }
         }

@@ -1,8 +1,10 @@
 //! Bytes that a program wrote and saved: they come back by themselves, what lies beside them in a
 //! page is told to be lost, and memory is counted, given back, and never written in a race.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
+use tempfile::TempDir;
+use vbar::driver::Driver;
 use vbar::options::{Eviction, RuntimeOptions};
 use vbar::units::Stream;
 use vbar::{ErrorCode, Fault, Reason, Vbar};
@@ -72,12 +74,16 @@ fn what_lies_beside_saved_bytes_is_told_to_be_lost() {
     let before = resident_signature(&world, &vbar, P / 2..P);
     other.prioritise().unwrap();
     world.touch(&other, 0..2).unwrap();
-    assert_eq!(vbar.draw(1), ".");
+    assert_ne!(vbar.draw(1), "#");
+    // It streams through frames of others like it and of lower ones.
+    vbar.prioritise().unwrap();
     check_bytes(&world, &vbar, 0..P / 2, 7);
     assert_ne!(resident_signature(&world, &vbar, P / 2..P), before);
     // A range over two pages, of which one has bytes and none is lost by the way.
     write_and_save(&world, &vbar, P / 2..2 * P - 512, 8);
+    other.prioritise().unwrap();
     world.touch(&other, 0..2).unwrap();
+    vbar.prioritise().unwrap();
     check_bytes(&world, &vbar, P / 2..2 * P - 512, 8);
     check_bytes(&world, &vbar, 0..P / 2, 7);
     world.check();
@@ -104,7 +110,7 @@ fn what_was_dropped_is_written_anew_behind_all_copies() {
     // Whoever writes on a stream that comes after nothing is in no race.
     vbar.drop_save(0..P).unwrap();
     world.write(guard.address(), P, 10, second);
-    world.sim.stream_synchronize_all();
+    world.sim.stream_synchronize(second).unwrap();
     vbar.prepare_save(0..P).unwrap();
     vbar.save(0..P, second).unwrap();
     let token = guard.into_token();
@@ -154,8 +160,8 @@ fn memory_for_saves_is_counted_and_given_back() {
     };
     assert_eq!(refused.code(), ErrorCode::HostMemory, "{refused}");
     assert!(prepared > 0 && prepared * P <= allowance);
-    assert!(world.sim.locked_bytes() <= allowance as usize);
-    assert_eq!(world.runtime.trim_host(0).unwrap() > 0, true);
+    assert!(world.sim.locked_bytes() <= allowance);
+    world.runtime.trim_host(0).unwrap();
     for page in 0..prepared {
         vbar.drop_save(page * P..(page + 1) * P).unwrap();
     }
@@ -182,14 +188,15 @@ fn what_cannot_be_saved_is_refused() {
     vbar.prepare_save(0..P).unwrap();
     invalid(vbar.prepare_save(P - 1..2 * P), "overlaps");
     invalid(vbar.prepare_save(8..16), "overlaps");
-    invalid(vbar.save(0..P - 1, world.stream), "not prepared");
+    invalid(vbar.save(0..P, world.stream), "not pinned");
     let Fault::Resident(guard) = vbar.fault(0..P, world.stream).unwrap() else { panic!() };
+    invalid(vbar.save(0..P - 1, world.stream), "not prepared");
     invalid(vbar.save(0..P, Stream::NONE), "no stream");
     // It is not prepared any more.
     invalid(vbar.save(0..P, world.stream), "not prepared");
-    drop(guard);
     write_and_save(&world, &vbar, 0..P, 1);
     invalid(vbar.save(0..P, world.stream), "not prepared");
+    drop(guard);
     vbar.close();
     assert_eq!(vbar.prepare_save(P..2 * P).unwrap_err().code(), ErrorCode::Closed);
     drop(vbar);
@@ -199,21 +206,20 @@ fn what_cannot_be_saved_is_refused() {
 #[test]
 fn the_engine_brings_saved_bytes_ahead_in_the_order_that_it_learned() {
     let world = World::with(STRICT_DEVICE, budget_options(6));
-    world.runtime.engine().open_by_hand();
+    world.runtime.open_engine_by_hand();
     let vbar = world.vbar(12);
     for page in 0..12 {
         write_and_save(&world, &vbar, page * P..(page + 1) * P, page);
     }
-    for pass in 0..6 {
+    for _ in 0..6 {
         for page in 0..12 {
-            world.runtime.engine().drive(world.runtime.pager()).unwrap();
+            world.runtime.drive_engine().unwrap();
             check_bytes(&world, &vbar, page * P..(page + 1) * P, page);
         }
-        let _ = pass;
     }
     let before = world.runtime.statistics();
     for page in 0..12 {
-        world.runtime.engine().drive(world.runtime.pager()).unwrap();
+        world.runtime.drive_engine().unwrap();
         check_bytes(&world, &vbar, page * P..(page + 1) * P, page);
     }
     let told = world.runtime.statistics();
@@ -236,12 +242,49 @@ fn a_closed_vbar_leaves_no_memory_behind() {
     vbar.close();
     // Its bytes stay for who has pinned them.
     world.sim.stream_synchronize(world.stream).unwrap();
-    assert_eq!(world.sim.read_bytes(address, P).unwrap(), pattern_bytes(P, 0));
+    assert_eq!(world.sim.read_bytes(address, P as usize).unwrap(), pattern_bytes(P, 0));
     drop(held);
     drop(vbar);
-    world.runtime.end_idle_for_tests();
     world.runtime.trim_host(0).unwrap();
     assert_eq!(world.runtime.statistics().locked.saved_bytes, 0);
     world.check();
+    world.check_shut();
+}
+
+#[test]
+fn while_the_system_is_short_of_memory_what_is_saved_is_to_go() {
+    let system = TempDir::new().unwrap();
+    let write = |path: &str, text: &str| {
+        let path = system.path().join(path);
+        std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+        std::fs::write(path, text).unwrap();
+    };
+    write("proc/meminfo", "MemTotal: 67108864 kB\nMemAvailable: 60000000 kB\n");
+    write("proc/pressure/memory", "some avg10=0.00 avg60=0.00 avg300=0.00 total=0\n");
+    let options =
+        RuntimeOptions { system_root: Some(system.path().to_owned()), ..budget_options(4) };
+    let world = World::with(STRICT_DEVICE, options);
+    let vbar = world.vbar(4);
+    write_and_save(&world, &vbar, 0..P, 1);
+    assert_eq!(world.runtime.statistics().locked.excess_bytes, 0);
+    write("proc/pressure/memory", "some avg10=50.00 avg60=0.00 avg300=0.00 total=9\n");
+    // The system is asked now and then.
+    let end = Instant::now() + Duration::from_secs(20);
+    let told = loop {
+        let told = world.runtime.statistics().locked;
+        if told.excess_bytes > 0 || Instant::now() > end {
+            break told;
+        }
+        std::thread::yield_now();
+    };
+    assert_eq!((told.excess_bytes, told.saved_bytes > 0), (told.saved_bytes, true));
+    vbar.drop_save(0..P).unwrap();
+    world.runtime.trim_host(0).unwrap();
+    let refused = vbar.prepare_save(P..2 * P).unwrap_err();
+    assert_eq!(refused.code(), ErrorCode::HostMemory, "{refused}");
+    let told = world.runtime.statistics().locked;
+    assert_eq!((told.saved_bytes, told.excess_bytes), (0, 0));
+    world.check();
+    drop(vbar);
     world.check_shut();
 }

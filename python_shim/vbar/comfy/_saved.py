@@ -111,6 +111,7 @@ class Saved:
         self._bar, self._context = bar, context
         self._units: dict[Key, Unit] = {}
         self._order: list[Key] = []
+        self._longest = 0
         #: Held while units change; never while a fault waits.
         self._lock = threading.RLock()
         #: Since this node nothing more is saved, for want of memory.
@@ -126,11 +127,11 @@ class Saved:
             vbar.Error: the fault failed.
         """
         unit = self._unit(key)
-        if _devices.is_capturing():
-            # What is not there is not brought in: the graph would keep it for good.
-            if not self._is_resident(key):
+        if unit.saved or unit.wanted or unit.inner:
+            # While a graph is captured what is not there is not brought in: it would keep it for
+            # good. The library sees to that itself for what does not stream.
+            if _devices.is_capturing() and not self._is_resident(key):
                 return Pins()
-            return self._fault(unit)
         pins = self._fault(unit)
         if not pins.token and pins.reason in _STREAMABLE and self._may_save(unit):
             if self._is_tight() and self._prepare(unit):
@@ -282,12 +283,15 @@ class Saved:
                 unit.excluded = True
         unit.excluded = unit.excluded or bool(unit.inner)
         self._units[key] = unit
+        self._longest = max(self._longest, key[1])
         bisect.insort(self._order, key)
         return unit
 
     def _touching(self, unit: Unit) -> list[Unit]:
-        end = bisect.bisect_left(self._order, (sum(unit.key), 0))
-        return [one for one in map(self._units.__getitem__, self._order[:end]) if one.touches(unit)]
+        start, end = unit.key[0], sum(unit.key)
+        first = bisect.bisect_left(self._order, (start - self._longest, 0))
+        near = self._order[first : bisect.bisect_left(self._order, (end, 0))]
+        return [one for one in map(self._units.__getitem__, near) if one.touches(unit)]
 
     def _exclude(self, unit: Unit) -> None:
         unit.excluded, unit.wanted = True, False

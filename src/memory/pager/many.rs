@@ -190,9 +190,6 @@ impl Pager {
     }
 }
 
-fn pages_of<'a>(
-    bar: &'a Bar,
-    pages: &Range<u32>,
-) -> impl Iterator<Item = &'a Page> + use<'a> {
+fn pages_of<'a>(bar: &'a Bar, pages: &Range<u32>) -> impl Iterator<Item = &'a Page> + use<'a> {
     bar.table.pages(pages.clone()).map(|(_, page)| page)
 }

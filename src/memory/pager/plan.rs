@@ -334,10 +334,9 @@ fn claim(
             debug_assert!(claimed.is_ok(), "absent pages are claimed under the lock only");
             let (bar, page) = (Arc::clone(bar), *page);
             let planned = state.bar(bar.id).role_of(page);
-            let streams = planned
-                .map_or(own == OwnVictims::Some && bar.streams(page.0), |role| {
-                    role == Role::Streamed
-                });
+            let streams = planned.map_or(own == OwnVictims::Some && bar.streams(page.0), |role| {
+                role == Role::Streamed
+            });
             let keep = match planned {
                 Some(Role::Streamed) => state.bar(bar.id).keep_streamed,
                 _ => Keep::No,

@@ -46,9 +46,9 @@ impl Pager {
     /// its pages come back with its bytes. The caller has pinned it, and unpins it on that stream.
     ///
     /// # Errors
-    /// `InvalidArgument` where it was not prepared or is saved already, and for no stream;
-    /// `Unsupported` for one that is being captured; `Closed`, `DeviceLost`, `ProcessEnding`, and
-    /// what the driver says. It is not prepared any more then.
+    /// `InvalidArgument` where it is not pinned, was not prepared or is saved already, and for no
+    /// stream; `Unsupported` for one that is being captured; `Closed`, `DeviceLost`,
+    /// `ProcessEnding`, and what the driver says. Once a copy was tried it is not prepared any more.
     pub fn save(&self, bar: &Arc<Bar>, bytes: Range<u64>, stream: Stream) -> Result<()> {
         let saved = self.save_range(bar, &bytes, stream);
         saved.map_err(|error| self.told_of(error, "saving", bar, &bytes))
@@ -62,6 +62,10 @@ impl Pager {
         };
         let _scope = self.device.enter()?;
         let filler = self.filler()?;
+        let mut pages = bar.table.pages(bar.pages_of(bytes)?);
+        if !pages.all(|(_, page)| page.word().state.is_mapped() && page.word().pins > 0) {
+            return Err(Error::new(ErrorCode::InvalidArgument, "it is not pinned"));
+        }
         let room = saves.start(bytes)?;
         let source = bar.space.base.offset(bytes.start);
         match filler.save(bar.id, room, source, stream) {
