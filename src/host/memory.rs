@@ -106,7 +106,7 @@ impl HostMemory {
         unsafe { Self::of(base, bytes, NonNull::from(Box::leak(Box::new(owner)))) }
     }
 
-    /// Page-locked memory of the library's own, which the device writes before anybody reads it: the
+    /// Page-locked memory of the library's own, which the device writes before anybody reads it:
     /// copies from it are ordered behind the one to it.
     ///
     /// # Errors

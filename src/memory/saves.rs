@@ -1,10 +1,10 @@
 //! Ranges of a VBAR that the program writes, of whose bytes the library has a copy.
 //!
 //! Owns which ranges these are and the page-locked memory of each, and what fills the VBAR's pages
-//! from it: a [`Bound`] that is made anew whenever a range is saved or dropped, so that a fill under
-//! way keeps the one that it began with. A range has room before it has bytes; from then on its
-//! pages are served as those of bound VBARs are, whatever has a place in them besides. Ranges do
-//! not overlap. Copies nothing and waits for nothing.
+//! from it: a [`Bound`] that is made anew whenever a range is saved or dropped, so that a fill
+//! under way keeps the one that it began with. A range has room before it has bytes; from then on
+//! its pages are served as those of bound VBARs are, whatever has a place in them besides. Ranges
+//! do not overlap. Copies nothing and waits for nothing.
 
 use std::collections::BTreeMap;
 use std::ops::Range;

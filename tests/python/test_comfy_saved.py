@@ -6,6 +6,7 @@ and what it read must be what was written last; the device, which knows of every
 """
 
 import dataclasses
+import os
 import random
 import threading
 import unittest
@@ -519,13 +520,17 @@ class Changes(Saving):
 
 
 class Random(Saving):
-    """Sequences by seed: whatever happens, each use reads what was written last."""
+    """Sequences by seed: whatever happens, each use reads what was written last.
 
-    steps = 700
+    COMFY_SEEDS=first,count tries others.
+    """
+
+    steps = 600
 
     def test_sequences(self):
         saved = 0
-        for seed in range(1, 7):
+        first, count = map(int, os.environ.get("COMFY_SEEDS", "1,4").split(","))
+        for seed in range(first, first + count):
             with self.subTest(seed=seed):
                 saved += self.sequence(seed)
         self.assertGreater(saved, 0)

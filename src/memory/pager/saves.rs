@@ -48,7 +48,7 @@ impl Pager {
     /// # Errors
     /// `InvalidArgument` where it is not pinned, was not prepared or is saved already, and for no
     /// stream; `Unsupported` for one that is being captured; `Closed`, `DeviceLost`,
-    /// `ProcessEnding`, and what the driver says. Once a copy was tried it is not prepared any more.
+    /// `ProcessEnding`, and what the driver says. After a copy was tried it is prepared no more.
     pub fn save(&self, bar: &Arc<Bar>, bytes: Range<u64>, stream: Stream) -> Result<()> {
         let saved = self.save_range(bar, &bytes, stream);
         saved.map_err(|error| self.told_of(error, "saving", bar, &bytes))
