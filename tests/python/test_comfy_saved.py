@@ -429,6 +429,31 @@ class Changes(Saving):
         client.steps(second, 2)
         client.close()
 
+    def test_of_a_weight_that_stays_in_part_only_the_rest_is_kept(self):
+        client = self.start(pages=10)
+        bar, weights = self.model([4 * PAGE] * 5)
+        self.settle(client, weights)
+        for _ in range(6):
+            client.steps(weights, 3)
+            client.node()
+        # A plan of the engine's would do the same: these pages stay in place of others.
+        bar.set_watermark_limit(2 * PAGE)
+        for _ in range(6):
+            self.assertEqual(client.steps(weights, 3)["none"], 0)
+            client.node()
+            bar.set_watermark_limit(2 * PAGE)
+        pages = bar._bar.residency(0, 20)
+        pieces = [piece for unit in bar._saved._units.values() for piece in unit.pieces]
+        kept = [at for at, piece in enumerate(pieces) if not piece.saved]
+        self.assertGreaterEqual(len(kept), 2)
+        self.assertTrue(all(pages[at].state in IN_FRAMES for at in kept), kept)
+        self.assertTrue(any(unit.saved and not all(p.saved for p in unit.pieces)
+                            for unit in bar._saved._units.values()))  # fmt: skip
+        self.assertEqual(bar._saved.saved_bytes(), (20 - len(kept)) * PAGE)
+        came = client.steps(weights, 2)
+        self.assertEqual((came["written"], came["none"]), (0, 0))
+        client.close()
+
     def test_closed_in_the_middle_of_its_fills(self):
         client = self.start()
         bar, weights = self.model([PAGE] * 12)

@@ -20,7 +20,7 @@ import logging
 import os
 import threading
 import weakref
-from typing import TYPE_CHECKING, Any, Optional
+from typing import TYPE_CHECKING, Any, Iterator, Optional
 
 from .._errors import Error, HostMemory
 from .._guard import Pins
@@ -37,7 +37,8 @@ Key = tuple[int, int]
 
 #: Refusals that streaming helps against.
 _STREAMABLE = (Reason.BUDGET, Reason.ABOVE_WATERMARK, Reason.FENCE_PENDING)
-#: A unit that stayed resident for so many nodes needs no copy.
+_MAPPED = (PageState.ISSUED, PageState.RESIDENT)
+#: A page that stayed resident for so many nodes needs no copy.
 _NODES_STILL = 3
 #: So many uses of a unit that nobody compared, and it is not saved again.
 _UNSEEN_MAX = 3
@@ -52,18 +53,18 @@ class Unit:
     """A range that is faulted as one."""
 
     __slots__ = (
-        "key", "generation", "seen", "saved", "wanted", "excluded", "unseen", "uses", "inner",
-        "parts", "node", "still", "seen_before",
+        "key", "generation", "seen", "pieces", "wanted", "excluded", "unseen", "uses", "inner",
+        "parts", "node",
     )  # fmt: skip
 
-    def __init__(self, key: Key) -> None:
+    def __init__(self, key: Key, page_bytes: int) -> None:
         self.key = key
+        #: What of it lies in each of its pages.
+        self.pieces = list(_pieces_of(key, page_bytes))
         #: What signatures say: another one when bytes were lost.
         self.generation = 0
         #: The newest generation of its pages when it was faulted last.
         self.seen = 0
-        #: Its pages come back with its bytes.
-        self.saved = False
         #: It does not stay, so it is to be saved.
         self.wanted = False
         #: It is never saved.
@@ -74,9 +75,13 @@ class Unit:
         #: Units within it, and their generations when it was faulted last.
         self.inner: list[Unit] = []
         self.parts: Optional[tuple[int, ...]] = None
-        #: The last node that used it, how many of them in a row lost none of its pages, and what
-        #: its pages were.
-        self.node, self.still, self.seen_before = -1, 0, 0
+        #: The last node that used it.
+        self.node = -1
+
+    @property
+    def saved(self) -> bool:
+        """Whether pages of it come back with its bytes."""
+        return any(piece.saved for piece in self.pieces)
 
     def has(self, other: Unit) -> bool:
         start, end = self.key[0], sum(self.key)
@@ -84,6 +89,28 @@ class Unit:
 
     def touches(self, other: Unit) -> bool:
         return self.key[0] < sum(other.key) and other.key[0] < sum(self.key)
+
+
+class Piece:
+    """What of a unit lies in one page, which is saved by itself: of many a weight some pages stay."""
+
+    __slots__ = ("key", "saved", "seen", "still", "seen_before")
+
+    def __init__(self, key: Key) -> None:
+        self.key = key
+        #: The page comes back with these bytes.
+        self.saved = False
+        #: The page's generation when the unit was faulted last, the nodes in a row that have not
+        #: changed it, and what it was before them.
+        self.seen, self.still, self.seen_before = 0, 0, 0
+
+
+def _pieces_of(key: Key, page_bytes: int) -> Iterator[Piece]:
+    at, end = key[0], sum(key)
+    while at < end:
+        up_to = min(end, at - at % page_bytes + page_bytes)
+        yield Piece((at, up_to - at))
+        at = up_to
 
 
 class Use:
@@ -148,7 +175,7 @@ class Saved:
         use = Use(self, unit, getattr(pins, "streamed", False))
         with self._lock:
             if unit.seen != pins.signature:
-                # Read now: a unit whose copy is dropped later has its bytes in pages that are pinned.
+                # Asked now: what is dropped later has its bytes in pages that are pinned.
                 if not self._kept_bytes(unit):
                     if unit.seen and not unit.wanted and self._is_tight():
                         unit.wanted = self._may_save(unit)
@@ -209,11 +236,7 @@ class Saved:
             for unit in saved:
                 if epoch - unit.node > 1:
                     continue
-                unit.still = unit.still + 1 if unit.seen == unit.seen_before else 0
-                unit.seen_before = unit.seen
-                if unit.still >= _NODES_STILL and self._is_resident(unit.key):
-                    unit.wanted, unit.still = False, 0
-                    self._drop(unit)
+                self._drop_still(unit)
         self._give_way(saved, is_first_to_go)
 
     def _give_way(self, saved: list[Unit], is_first_to_go: bool) -> None:
@@ -230,8 +253,8 @@ class Saved:
                 if excess <= 0 and not (is_first_to_go and others):
                     break
                 if unit.saved and not unit.uses:
+                    excess -= sum(piece.key[1] for piece in unit.pieces if piece.saved)
                     self._drop(unit)
-                    excess -= unit.key[1]
             self._full_at = self._context.epoch
         device = self._context.device
         told = device.statistics()
@@ -242,7 +265,8 @@ class Saved:
 
     def saved_bytes(self) -> int:
         """Bytes that are saved now."""
-        return sum(unit.key[1] for unit in list(self._units.values()) if unit.saved)
+        units = list(self._units.values())
+        return sum(piece.key[1] for unit in units for piece in unit.pieces if piece.saved)
 
     def set_cut(self, nbytes: Optional[int]) -> None:
         """Says from which byte on nothing is to be resident, if there is one."""
@@ -269,7 +293,7 @@ class Saved:
             return self._units.get(key) or self._new_unit(key)
 
     def _new_unit(self, key: Key) -> Unit:
-        unit = Unit(key)
+        unit = Unit(key, self._bar.page_size)
         for other in self._touching(unit):
             if unit.has(other):
                 unit.inner.append(other)
@@ -312,7 +336,8 @@ class Saved:
 
     def _prepare(self, unit: Unit) -> bool:
         try:
-            self._bar.prepare_save(*unit.key)
+            for piece in unit.pieces:
+                self._bar.prepare_save(*piece.key)
             return True
         except HostMemory as error:
             logger.debug("nothing more is saved in this node: %s", error)
@@ -320,27 +345,46 @@ class Saved:
         except Error as error:
             logger.debug("%d bytes at %d are not saved: %s", unit.key[1], unit.key[0], error)
             unit.excluded = True
+        self._drop(unit)
         return False
 
     def _save(self, unit: Unit, stream: int) -> None:
         if not self._prepare(unit):
             return
         try:
-            self._bar.save(*unit.key, stream)
+            for piece in unit.pieces:
+                self._bar.save(*piece.key, stream)
+                piece.saved, piece.still, piece.seen_before = True, 0, piece.seen
         except Error as error:
             logger.warning("%d bytes at %d are not saved: %s", unit.key[1], unit.key[0], error)
             unit.excluded = True
-            return
-        unit.saved, unit.still, unit.seen_before = True, 0, unit.seen
+            self._drop(unit)
 
     def _drop(self, unit: Unit) -> None:
         """Forgets the copy of a unit, and room for one. Whoever has pinned it may write it then."""
+        for piece in unit.pieces:
+            self._drop_piece(piece)
+
+    def _drop_piece(self, piece: Piece) -> None:
         # First: a fault that comes now finds its bytes lost where they are.
-        unit.saved = False
+        piece.saved = False
         try:
-            self._bar.drop_save(*unit.key)
+            self._bar.drop_save(*piece.key)
         except Error as error:
-            logger.debug("the copy of %d bytes at %d: %s", unit.key[1], unit.key[0], error)
+            logger.debug("the copy of %d bytes at %d: %s", piece.key[1], piece.key[0], error)
+
+    def _drop_still(self, unit: Unit) -> None:
+        """Forgets the copies of pages that have stayed for some nodes: one is enough."""
+        pages = None
+        for at, piece in enumerate(unit.pieces):
+            piece.still = piece.still + 1 if piece.seen == piece.seen_before else 0
+            piece.seen_before = piece.seen
+            if not piece.saved or piece.still < _NODES_STILL:
+                continue
+            pages = pages or self._pages(unit.key)
+            if pages[at].generation == piece.seen and pages[at].state in _MAPPED:
+                self._drop_piece(piece)
+        unit.wanted = unit.saved
 
     def _drop_inner(self, unit: Unit) -> None:
         for part in unit.inner:
@@ -368,16 +412,22 @@ class Saved:
     def _kept_bytes(self, unit: Unit) -> bool:
         """Whether a unit whose pages have changed has its bytes all the same."""
         if not unit.inner:
-            return unit.saved
+            return self._observe(unit)
         whole = sum(one.key[1] + _GAP - 1 for one in unit.inner) >= unit.key[1]
         for one in unit.inner:
-            seen = max(page.generation for page in self._pages(one.key))
-            if seen != one.seen:
-                if not one.saved:
-                    one.generation = seen
-                one.seen = seen
+            if not self._observe(one):
+                one.generation = max(piece.seen for piece in one.pieces)
+            one.seen = max(piece.seen for piece in one.pieces)
         before, unit.parts = unit.parts, tuple(one.generation for one in unit.inner)
         return whole and before == unit.parts
+
+    def _observe(self, unit: Unit) -> bool:
+        """Whether each page of a unit that is pinned is as it was, or has come back filled."""
+        kept = True
+        for piece, page in zip(unit.pieces, self._pages(unit.key)):
+            kept = kept and (piece.saved or piece.seen == page.generation)
+            piece.seen = page.generation
+        return kept
 
     def _pages(self, key: Key) -> Any:
         size = self._bar.page_size
@@ -385,8 +435,7 @@ class Saved:
         return self._bar.residency(first, end - first)
 
     def _is_resident(self, key: Key) -> bool:
-        mapped = (PageState.ISSUED, PageState.RESIDENT)
-        return all(page.state in mapped for page in self._pages(key))
+        return all(page.state in _MAPPED for page in self._pages(key))
 
 
 def _of(bar: Any) -> Any:

@@ -479,7 +479,9 @@ impl Search<'_> {
             return OwnVictims::None;
         }
         let ranges = || items.iter().filter(|item| item.bar.id == own.id).map(|item| &item.pages);
-        if !ranges().all(|pages| pages.clone().all(|page| own.streams(page))) {
+        let is_mapped = |page: u32| own.table.word(PageIndex(page)).state.is_mapped();
+        let streams = |page: u32| own.streams(page) || is_mapped(page);
+        if own.bound().is_none() && !ranges().all(|pages| pages.clone().all(streams)) {
             let entry = state.bar(own.id);
             let end = ranges().map(|pages| pages.end).max().unwrap_or(0).max(entry.floor);
             self.take_from(own, entry.resident.range(end..).rev().copied());
