@@ -1,6 +1,7 @@
 """ComfyUI on vbar, beside the allocator that it comes with and beside none, on a GPU.
 
-    comfy.py TREE [--original FOLDER] [--caps 6,4,3] [--steps 8] [--rounds 3] [--cases flux,...] [--off]
+    comfy.py TREE [--original FOLDER] [--caps 6,4,3] [--steps 8] [--rounds 3] [--cases flux,...]
+        [--off]
 
 TREE is an unmodified ComfyUI 0.33, of which `comfy/`, `comfyui_version.py`, `cuda_malloc.py` and
 `node_helpers.py` are used; what these import must be installed. FOLDER has the original

@@ -7,7 +7,8 @@ does not stay, since it was refused or lost while more is used than the budget h
 from then on the streaming engine fills its pages, ahead of need once it knows the order, and
 signatures stay the same. A client that finds one changed all the same, since it patched, has the
 unit's copy dropped before the comparison returns: whoever writes is never in a race with a fill.
-Where there is no page-locked memory, everything is as without.
+Pages that have stayed for some nodes lose their copies, one by one. Where there is no page-locked
+memory, everything is as without.
 
 A range that has others within it (ComfyUI faults blocks and their modules) is never saved itself:
 its signature says whether its parts have kept their bytes.
@@ -92,7 +93,7 @@ class Unit:
 
 
 class Piece:
-    """What of a unit lies in one page, which is saved by itself: of many a weight some pages stay."""
+    """What of a unit lies in one page: saved by itself, since of many a weight some pages stay."""
 
     __slots__ = ("key", "saved", "seen", "still", "seen_before")
 
