@@ -1,7 +1,8 @@
 //! What a user of ComfyUI needs: its version, its Python, the arguments and variables that change
 //! what vbar can do for it, memory that it may page-lock, and the disk that its models are on.
 //!
-//! Owns the words for each, with the remedy. The Python is asked by `python`, which imports nothing.
+//! Owns the words for each, with the remedy. The Python is asked by `python`, which imports none of
+//! its packages.
 
 use std::fs;
 use std::path::{Path, PathBuf};

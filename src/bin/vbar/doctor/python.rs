@@ -41,7 +41,8 @@ def found(name, package):
         version = None
     folders = [os.path.abspath(one) for one in spec.submodule_search_locations or []]
     regular = bool(spec.origin) and os.path.basename(spec.origin).startswith("__init__.")
-    return {"version": version, "folder": folders[0] if folders else spec.origin, "regular": regular}
+    folder = folders[0] if folders else spec.origin
+    return {"version": version, "folder": folder, "regular": regular}
 print(json.dumps({
     "version": "%d.%d.%d" % sys.version_info[:3],
     "torch": found("torch", "torch"),
