@@ -1,9 +1,9 @@
 //! `VBAR_TRACE=file`: a trace of everything from the first runtime of a process to its last.
 //!
-//! For programs that do not trace themselves. Written when the last runtime closes, and at the exit
-//! of a process that leaves one open, as PyTorch's allocator does. One that is killed, calls `_exit`
-//! or becomes another program by an exec writes none. `%p` in the name is the process's number. Who
-//! runs with other rights than its caller's takes no file name from its environment.
+//! For programs that do not trace themselves. Written when the last runtime closes, and at the
+//! exit of a process that leaves one open, as PyTorch's allocator does. One that is killed, calls
+//! `_exit` or becomes another program by an exec writes none. `%p` in the name is the process's
+//! number. Who runs with other rights than its caller's takes no file name from its environment.
 
 use std::io::{self, BufWriter, Write};
 use std::path::{Path, PathBuf};
