@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from typing import Any, Callable, NoReturn, Sequence
+from typing import Any, Callable, Sequence
 
 logger = logging.getLogger("vbar.comfy")
 
@@ -24,8 +24,8 @@ def watch(program: str) -> None:
     """From now on a restart of ``program``, this process's own, is one through this package."""
     whole = os.path.abspath(program)
 
-    def watched(function: Callable[..., NoReturn]) -> Callable[..., NoReturn]:
-        def replace(path: Any, arguments: Sequence[Any], *environment: Any) -> NoReturn:
+    def watched(function: Callable[..., Any]) -> Callable[..., Any]:
+        def replace(path: Any, arguments: Sequence[Any], *environment: Any) -> Any:
             return function(path, through_us(whole, path, arguments), *environment)
 
         return replace
