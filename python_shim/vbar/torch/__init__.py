@@ -42,6 +42,7 @@ GPU, from its file::
 from __future__ import annotations
 
 from ._empty import empty_model
+from ._export import StreamError
 from ._install import (
     InstallError,
     NotInUse,
@@ -51,7 +52,6 @@ from ._install import (
     install,
     is_installed,
 )
-from ._parameters import StreamError
 from ._phase import release_phase
 from ._pool import mem_pool
 from ._record import history_to_trace, record

@@ -19,7 +19,7 @@ from .._unshared import Unshared
 from .._values import Reason
 from . import _compiled
 from ._entries import Entry, Slot
-from ._parameters import StreamError
+from ._export import StreamError, keep_from_export, let_export, no_trace
 
 if TYPE_CHECKING:
     from .._guard import Guard
@@ -193,6 +193,7 @@ class Unit(Unshared):
         module.__dict__[ATTRIBUTE] = self
         self._own = module.__dict__.get("forward")
         module.__dict__["forward"] = self._wrapped(torch, module.forward)
+        keep_from_export(module)
 
     def remove(self) -> None:
         """Takes it away."""
@@ -201,12 +202,13 @@ class Unit(Unshared):
         attributes.pop("forward", None)
         if self._own is not None:
             attributes["forward"] = self._own
+        let_export(self._module)
 
     def _wrapped(self, torch: Any, forward: Any) -> Any:
         pinned, swaps = self._pinner.pinned, [place.swap() for place in self._places]
         is_grad_enabled = torch.is_grad_enabled
         refuse_gradients = self._streaming.refuse_gradients
-        is_traced = torch.compiler.is_dynamo_compiling
+        is_traced, jit_state = torch.compiler.is_dynamo_compiling, torch._C._get_tracing_state
         lends = self._streaming.lends
         begin, returned, end = self._lender(torch) if lends else (None, None, None)
 
@@ -224,6 +226,8 @@ class Unit(Unshared):
                     return result
                 finally:
                     end()
+            if jit_state() is not None:
+                raise no_trace()
             if is_grad_enabled():
                 refuse_gradients(args, kwargs)
             with pinned():
