@@ -107,7 +107,7 @@ class Case(unittest.TestCase):
         whole += "\ntorch.cuda.synchronize()\nprint('the end was reached', flush=True)\n"
         for allocator in ("native", "installed") if both else ("native",):
             with self.subTest(allocator=allocator), tempfile.TemporaryDirectory() as folder:
-                code, printed = run(whole, folder, allocator)
+                code, printed = run(whole, folder, allocator, seconds=300)
                 # At once: a later test may take more time than there is.
                 print(printed, flush=True)
                 self.assertEqual(code, 0, f"the program ended with {code}:\n{printed}")
@@ -331,6 +331,77 @@ class Stream(Case):
             same(one.norm.weight + other.norm.weight, plain.norm.weight * 2)
             assert pins(first) == pins(second) == 0
         """)
+
+    def test_what_asks_nobody(self):
+        # C++ code of PyTorch's that has no `__torch_function__`, with nothing resident.
+        self.check("""
+            plain, path, nbytes = made(count=2)
+            module = empty(count=2)
+            streaming = vbar.torch.stream(module, path, part_of(nbytes, 2), **OPTIONS)
+            weight, wanted = module.layers[1].up.weight, plain.layers[1].up.weight.detach()
+            def below(call, *args):
+                with torch._C.DisableTorchFunctionSubclass():
+                    return call(*args)
+            for call in (
+                lambda own: torch.as_tensor(own, dtype=torch.float32),
+                lambda own: torch.as_tensor(own, device="cpu"),
+                lambda own: torch.tensor(own),
+                lambda own: below(torch.clone, own),
+                lambda own: below(torch.Tensor.detach, own).clone(),
+                lambda own: below(torch.Tensor.view, own, -1) + 1,
+            ):
+                streaming.device.free_memory()
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")
+                    same(call(weight), call(wanted))
+            view = below(torch.Tensor.detach, weight)
+            streaming.device.free_memory()
+            same(view.clone(), wanted)
+            refused(StreamError, "patch=", below, torch.Tensor.add_, weight, 1)
+            traced = lambda words: module(words)
+            refused(StreamError, "not traced", torch.jit.trace, traced, (WORDS,))
+            with torch.no_grad():
+                same(module(WORDS), plain(WORDS))
+            assert pins(streaming) == 0
+        """)
+
+    def test_unstream(self):
+        self.check("""
+            plain, path, nbytes = made()
+            with torch.no_grad():
+                wanted = plain(WORDS)
+            # On a module that had memory, too.
+            module = copy.deepcopy(plain).cpu()
+            streaming = vbar.torch.stream(module, path, part_of(nbytes, 4), **OPTIONS)
+            with torch.no_grad():
+                same(module(WORDS), wanted)
+            old = module.norm.weight
+            vbar.torch.unstream(module)
+            refused(StreamError, "unstreamed", old.cpu)
+            assert {each.device.type for each in module.parameters()} == {"cpu"}
+            assert type(module.norm.weight) is nn.Parameter and module.norm.weight.requires_grad
+            assert module.head.weight is module.embedding.weight
+            module.to("cuda")
+            with torch.no_grad():
+                same(module(WORDS), wanted)
+            copy.deepcopy(module)
+            module(WORDS).float().sum().backward()
+            assert module.norm.weight.grad is not None
+        """)
+
+    def test_the_interpreter_ends_with_a_streamed_module_alive(self):
+        self.check("""
+            import builtins
+            plain, path, nbytes = made()
+            builtins.kept = empty()
+            vbar.torch.stream(builtins.kept, path, part_of(nbytes, 4), **OPTIONS)
+            with torch.no_grad():
+                builtins.result = builtins.kept(WORDS)
+        """)
+
+
+class Compiled(Case):
+    """By torch.compile: in its default mode, as one graph, and with the mode that captures graphs."""
 
     def test_scenario_56_compiled_in_the_default_mode(self):
         self.check("""
@@ -632,72 +703,6 @@ class Stream(Case):
                     check(module, streaming, f"a part before, {one_graph}", graphs=True)
                     vbar.torch.unstream(module, "cuda")
                     assert apart(module(x), wanted) < 0.03
-        """)
-
-    def test_what_asks_nobody(self):
-        # C++ code of PyTorch's that has no `__torch_function__`, with nothing resident.
-        self.check("""
-            plain, path, nbytes = made(count=2)
-            module = empty(count=2)
-            streaming = vbar.torch.stream(module, path, part_of(nbytes, 2), **OPTIONS)
-            weight, wanted = module.layers[1].up.weight, plain.layers[1].up.weight.detach()
-            def below(call, *args):
-                with torch._C.DisableTorchFunctionSubclass():
-                    return call(*args)
-            for call in (
-                lambda own: torch.as_tensor(own, dtype=torch.float32),
-                lambda own: torch.as_tensor(own, device="cpu"),
-                lambda own: torch.tensor(own),
-                lambda own: below(torch.clone, own),
-                lambda own: below(torch.Tensor.detach, own).clone(),
-                lambda own: below(torch.Tensor.view, own, -1) + 1,
-            ):
-                streaming.device.free_memory()
-                with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")
-                    same(call(weight), call(wanted))
-            view = below(torch.Tensor.detach, weight)
-            streaming.device.free_memory()
-            same(view.clone(), wanted)
-            refused(StreamError, "patch=", below, torch.Tensor.add_, weight, 1)
-            refused(StreamError, "not traced", torch.jit.trace, lambda words: module(words), (WORDS,))
-            with torch.no_grad():
-                same(module(WORDS), plain(WORDS))
-            assert pins(streaming) == 0
-        """)
-
-    def test_unstream(self):
-        self.check("""
-            plain, path, nbytes = made()
-            with torch.no_grad():
-                wanted = plain(WORDS)
-            # On a module that had memory, too.
-            module = copy.deepcopy(plain).cpu()
-            streaming = vbar.torch.stream(module, path, part_of(nbytes, 4), **OPTIONS)
-            with torch.no_grad():
-                same(module(WORDS), wanted)
-            old = module.norm.weight
-            vbar.torch.unstream(module)
-            refused(StreamError, "unstreamed", old.cpu)
-            assert {each.device.type for each in module.parameters()} == {"cpu"}
-            assert type(module.norm.weight) is nn.Parameter and module.norm.weight.requires_grad
-            assert module.head.weight is module.embedding.weight
-            module.to("cuda")
-            with torch.no_grad():
-                same(module(WORDS), wanted)
-            copy.deepcopy(module)
-            module(WORDS).float().sum().backward()
-            assert module.norm.weight.grad is not None
-        """)
-
-    def test_the_interpreter_ends_with_a_streamed_module_alive(self):
-        self.check("""
-            import builtins
-            plain, path, nbytes = made()
-            builtins.kept = empty()
-            vbar.torch.stream(builtins.kept, path, part_of(nbytes, 4), **OPTIONS)
-            with torch.no_grad():
-                builtins.result = builtins.kept(WORDS)
         """)
 
 

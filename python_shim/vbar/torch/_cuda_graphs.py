@@ -18,6 +18,7 @@ import copy
 import functools
 import sys
 import threading
+import types
 import warnings
 from typing import Any
 
@@ -92,9 +93,10 @@ def _is_within_a_forward() -> bool:
 
     By the stack, so that a forward that is compiled already has nothing to do for this.
     """
-    frame, units = sys._getframe(), f"{__package__}._units"
+    units = f"{__package__}._units"
+    frame: types.FrameType | None = sys._getframe()
     while frame is not None:
         if frame.f_code.co_name == "streamed_forward" and frame.f_globals["__name__"] == units:
             return True
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return False

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import types
 from typing import Any, Callable
 
 from .._errors import Error
@@ -38,7 +39,7 @@ def no_trace() -> StreamError:
 
 def is_exported() -> bool:
     """Whether it is torch.export that asks: while it traces it says so nowhere but in the stack."""
-    frame = sys._getframe()
+    frame: types.FrameType | None = sys._getframe()
     while frame is not None:
         if frame.f_globals.get("__name__", "").startswith(("torch.export", "torch._export")):
             return True
