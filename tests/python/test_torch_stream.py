@@ -453,6 +453,28 @@ class Streams(Case):
             self.assertEqual(len(eval(ask, dict(exporting, given=outer))), 1 + 1 + 2 + 3 * 2)
             self.assertNotIn("named_modules", module.__dict__)
 
+    def test_weights_are_not_moved_into_one_piece(self):
+        # As recurrent layers of PyTorch's do, when a forward finds others than the last one did.
+        class Recurrent(Block):
+            def flatten_parameters(self):
+                self.scale._told = torch.tensor([0.0] * WIDTH, device="cuda")._told
+
+            def forward(self, x):
+                self.flatten_parameters()
+                return super().forward(x)
+
+        tensors = stack_tensors()
+        with vbar.torch.empty_model():
+            module = Stack()
+            module.block1 = Recurrent()
+        self.stream(module, tensors)
+        address = module.block1.scale.data_ptr()
+        self.check_same(module, tensors)
+        self.assertEqual(module.block1.scale.data_ptr(), address)
+        vbar.torch.unstream(module)
+        module.block1.flatten_parameters()
+        self.assertEqual(module.block1.scale.tolist(), [0.0] * WIDTH)
+
     def test_a_trace_is_refused(self):
         module = self.built()
         streaming = self.stream(module, stack_tensors())

@@ -365,6 +365,35 @@ class Stream(Case):
             assert pins(streaming) == 0
         """)
 
+    def test_recurrent_layers(self):
+        # cuDNN wants their weights in one piece, which would be memory of their own.
+        self.check("""
+            torch.manual_seed(3)
+            plain = nn.LSTM(256, 256, num_layers=2, batch_first=True).cuda().eval()
+            path = write_tensors(os.path.join(folder, "model.safetensors"), plain.state_dict())
+            with vbar.torch.empty_model():
+                module = nn.LSTM(256, 256, num_layers=2, batch_first=True).eval()
+            budget = "auto" if installed else 16 * MIB
+            streaming = vbar.torch.stream(module, path, budget, **OPTIONS)
+            addresses = [each.data_ptr() for each in module.parameters()]
+            x = torch.randn(4, 32, 256, device="cuda")
+            with torch.no_grad(), warnings.catch_warnings():
+                # That they are not in one piece.
+                warnings.simplefilter("ignore")
+                wanted = plain(x)[0]
+                for turn in range(4):
+                    filled = streaming.device.statistics().filled_bytes
+                    streaming.device.free_memory()
+                    torch.testing.assert_close(module(x)[0], wanted, rtol=1e-5, atol=1e-6)
+                    assert streaming.device.statistics().filled_bytes > filled
+            assert [each.data_ptr() for each in module.parameters()] == addresses
+            assert [each._vbar_plain.data_ptr() for each in module.parameters()] == addresses
+            assert pins(streaming) == 0
+            vbar.torch.unstream(module, "cuda")
+            with torch.no_grad():
+                same(module(x)[0], wanted)
+        """)
+
     def test_unstream(self):
         self.check("""
             plain, path, nbytes = made()
@@ -401,7 +430,7 @@ class Stream(Case):
 
 
 class Compiled(Case):
-    """By torch.compile: in its default mode, as one graph, and with the mode that captures graphs."""
+    """By torch.compile: in its default mode, as one graph, and by the mode that has CUDA graphs."""
 
     def test_scenario_56_compiled_in_the_default_mode(self):
         self.check("""

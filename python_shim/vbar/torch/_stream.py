@@ -60,9 +60,10 @@ def stream(
     Ctrl-C. Results are those of the ordinary module, bit by bit. Everything else that is done with
     such a tensor (``state_dict()``, printing, a parent that uses a child's weight) pins it for that
     operation; what would write it, move it, or hand its memory out raises a :class:`StreamError`.
-    A forward must not keep views of its weights, nor use them on other streams than its own. What
-    takes an address rather than a tensor pins nothing: a kernel or an extension of somebody else's
-    (Triton, C++) has to get the weights of the module whose forward calls it, or copies.
+    A forward must not keep views of its weights, nor use them on other streams than its own, and
+    while one runs no other thread may take its module's tensors, of which it has the bare ones.
+    What takes an address rather than a tensor pins nothing: a kernel or an extension of somebody
+    else's (Triton, C++) has to get the weights of the module whose forward calls it, or copies.
 
     Args:
         module: a ``torch.nn.Module``; may be built in :func:`empty_model`. Tied parameters stay

@@ -194,11 +194,16 @@ class Unit(Unshared):
         self._own = module.__dict__.get("forward")
         module.__dict__["forward"] = self._wrapped(torch, module.forward)
         keep_from_export(module)
+        if hasattr(module, _FLATTEN):
+            # Recurrent layers move their weights into one piece of memory, where they would stay.
+            module.__dict__[_FLATTEN] = _stays_as_it_is
 
     def remove(self) -> None:
         """Takes it away."""
         attributes = self._module.__dict__
         attributes.pop(ATTRIBUTE, None)
+        if attributes.get(_FLATTEN) is _stays_as_it_is:
+            del attributes[_FLATTEN]
         attributes.pop("forward", None)
         if self._own is not None:
             attributes["forward"] = self._own
@@ -278,5 +283,11 @@ class _Place:
         return self.values, plain, {name: entry.guarded for name, entry in self.entries.items()}
 
 
+def _stays_as_it_is() -> None:
+    return None
+
+
 #: Where a module has its unit.
 ATTRIBUTE = "_vbar_streamed"
+#: What recurrent layers call before a forward, when their weights are others than the last time.
+_FLATTEN = "flatten_parameters"
