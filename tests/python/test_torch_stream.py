@@ -25,7 +25,7 @@ from support import MIB, PAGE, Case, Sim, open_device, write_model  # noqa: E402
 
 import vbar  # noqa: E402
 import vbar.torch  # noqa: E402
-from vbar.torch import StreamError, WeightOffloaded, _units  # noqa: E402
+from vbar.torch import StreamError, WeightOffloaded, _export, _units  # noqa: E402
 
 WIDTH = 4
 CODES = {"F32": "f", "F16": "e", "F64": "d", "I64": "q"}
@@ -447,6 +447,8 @@ class Streams(Case):
                 exporting = {"__name__": "torch.export._trace", "given": given}
                 ask = "list(given.named_modules(remove_duplicate=False))"
                 self.refused("not exported", eval, ask, exporting)
+                with self.traced(), mock.patch.object(_export, "is_exported", None):
+                    self.assertEqual([name for name, _ in given.named_modules()], names)
             self.assertEqual(torch._dense.done, [])
             self.assertEqual(self.device.statistics().used_bytes, 0)
             vbar.torch.unstream(module)

@@ -61,9 +61,14 @@ def let_export(module: Any) -> None:
 
 
 def _checked(named_modules: Callable[..., Any]) -> Callable[..., Any]:
+    import torch
+
+    is_traced = torch.compiler.is_dynamo_compiling
+
     @functools.wraps(named_modules)
     def checked(*args: Any, **kwargs: Any) -> Any:
-        if is_exported():
+        # Forwards may call it, and the compiler cannot read what looks at the stack.
+        if not is_traced() and is_exported():
             raise no_export()
         return named_modules(*args, **kwargs)
 
