@@ -48,7 +48,7 @@ def is_exported() -> bool:
 
 
 def keep_from_export(module: Any) -> None:
-    """Puts a check before what export asks first: which modules are in this one, or above it."""
+    """Puts a check before what export asks first: which modules there are, this one among them."""
     attributes = module.__dict__
     if _MODULES not in attributes:
         attributes[_MODULES] = _checked(module.named_modules)

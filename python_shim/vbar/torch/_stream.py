@@ -18,7 +18,7 @@ from . import _install
 from ._compiled import Loan, may_lend
 from ._cuda_graphs import keep_graphs_out
 from ._entries import Entry, Patch, Slot, match, patches_by_entry
-from ._export import StreamError, keep_from_export, let_export
+from ._export import StreamError
 from ._units import ATTRIBUTE, WeightOffloaded, Pinner, Unit
 
 if TYPE_CHECKING:
@@ -234,7 +234,6 @@ class Streaming(Unshared):
             entry.put(copy)
         for value in self._trainable:
             value.requires_grad_(True)
-        let_export(self.module)
         self.module.__dict__.pop(_ROOT, None)
         self._close_bar()
         self.model.close()
@@ -400,7 +399,6 @@ class Streaming(Unshared):
             entry.before = None
         for unit in self._units:
             unit.install(self._torch)
-        keep_from_export(self.module)
         keep_graphs_out(self._torch)
         self.module.__dict__[_ROOT] = self
 
