@@ -18,8 +18,8 @@ What :func:`install` changes in PyTorch, beside its allocator, and why:
 * ``torch.backends.cudnn.benchmark`` stays off, with a warning, since cuDNN's search asks PyTorch's
   own allocator for its largest free block and fails.
 * ``torch.compile(mode="reduce-overhead")`` and ``"max-autotune"`` compile without the CUDA graphs
-  that they ask for, with a warning: trees of graphs need checkpoints of PyTorch's own allocator, and
-  without trees what is written into inputs is lost and results are overwritten.
+  that they ask for, with a warning: trees of graphs need checkpoints of PyTorch's own allocator,
+  and without trees what is written into inputs is lost and results are overwritten.
 * The variable ``NCCL_GRAPH_REGISTER`` is set to 0 unless it is set: NCCL does not try to share what
   a captured collective uses with the other processes, which vbar's memory is not made for.
 
