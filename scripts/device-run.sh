@@ -220,28 +220,31 @@ due_part() {
 due() {
     logs=$(mktemp -d)
     due_until=$((SECONDS + ${DUE_SECONDS:-500}))
-    # None of these wants the whole card, or looks at the clock.
-    { due_part programs 200; due_part python 120; } &
-    due_tests torch-stream 300 test_torch_stream_gpu.py Stream &
+    # None of these wants the whole card, or looks at the clock. Limits of classes of tests are
+    # twice what they took beside four others.
+    due_tests torch-compiled 400 test_torch_stream_gpu.py Compiled &
+    due_tests torch-stream 360 test_torch_stream_gpu.py Stream &
+    due_tests torch-transformers 280 test_torch_stream_gpu.py Transformers &
     {
-        due_tests torch-transformers 200 test_torch_stream_gpu.py Transformers
-        due_tests torch-graphs 120 test_torch_gpu.py Graphs Installing
+        due_part programs 200
+        due_part python 120
+        due_tests torch-graphs 180 test_torch_gpu.py Graphs Installing
     } &
     {
+        due_tests torch-streams 240 test_torch_gpu.py Ends Streams Operators
         due_tests torch-ends 120 test_torch_memory_gpu.py Ends Temporaries
-        due_tests torch-streams 120 test_torch_gpu.py Ends Streams Operators
     } &
     wait
-    # These fill it, compare what is free, or measure.
-    due_part suite 200
-    due_tests torch-requests 120 test_torch_gpu.py Requests Statistics Pools Memory Speed
-    due_tests torch-books 60 test_torch_memory_gpu.py Books
+    # These fill it, compare what is free, or measure; first those that had no time the last time.
     due_tests comfy 120 test_comfy_gpu.py
+    due_tests torch-large 120 test_torch_memory_gpu.py Large
     due_step torch-stream-bench 120 python3 -u benches/torch_stream.py --quick
-    due_step replay 120 python3 -u benches/torch_replay.py benches/torch_traces/traces/*.gz
     due_step stream-bench 120 \
         python3 -u benches/stream.py --workloads equal --budgets 25,50 --rounds 3
-    due_tests torch-large 120 test_torch_memory_gpu.py Large
+    due_step replay 120 python3 -u benches/torch_replay.py benches/torch_traces/traces/*.gz
+    due_part suite 200
+    due_tests torch-requests 230 test_torch_gpu.py Requests Statistics Pools Memory Speed
+    due_tests torch-books 60 test_torch_memory_gpu.py Books
     # Slow by its nature, so that it takes what is left.
     if declare -F sanitizer >/dev/null; then due_part sanitizer 300; fi
     if [ -s "$logs/failed" ]; then

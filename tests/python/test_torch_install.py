@@ -427,15 +427,33 @@ class Compatible(Case):
         self.assertEqual(self.check(program), "0\n")
         self.assertEqual(self.check(program, NCCL_GRAPH_REGISTER="1"), "1\n")
 
-    def test_graphs_of_compiled_functions_are_no_trees(self):
+    def test_compiled_functions_have_no_graphs(self):
+        # Whether they were asked for by the mode, or by the global setting; and a warning says so.
         self.check("""
-            import torch._inductor.config
-            assert torch._inductor.config.triton.cudagraph_trees is False
-        """)
+            from unittest import mock
+            import torch._inductor.config as config
+            compiler = torch._TorchCompileInductorWrapper
+            asked = {"triton.cudagraphs": True, "max_autotune": True}
+            def settings(given):
+                return compiler(given)(None, [])
+            assert settings(asked) == asked
+            vbar.torch.install(**OPTIONS)
+            vbar.torch.install(**OPTIONS)
+            off = {"triton.cudagraphs": False}
+            words = "need PyTorch's own allocator"
+            assert warned(words, settings, asked) == {**asked, **off}
+            assert asked["triton.cudagraphs"] is True
+            assert settings({"max_autotune": True}) == {"max_autotune": True}
+            assert settings(off) == off
+            with mock.patch.object(config.triton, "cudagraphs", True):
+                assert warned(words, settings, {}) == off
+                assert settings(off) == off
+        """, start=START)
+
+    def test_without_a_compiler(self):
         self.check("""
-            import sys
-            sys.modules["torch._inductor.cudagraph_trees"] = sys
-            warned("compiled before vbar.torch.install()", vbar.torch.install, **OPTIONS)
+            del torch._TorchCompileInductorWrapper
+            vbar.torch.install(**OPTIONS)
         """, start=START)
 
 

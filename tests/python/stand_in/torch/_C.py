@@ -9,6 +9,8 @@ _current = None
 #: Whether the native allocator was used.
 _native_initialized = False
 _cudnn_benchmark = False
+#: What torch.jit.trace has while it traces.
+_tracing_state = None
 
 _TEXT_BYTES = 4096
 _SETTERS = {
@@ -90,6 +92,10 @@ def _cuda_changeCurrentAllocator(allocator):
     if _native_initialized or _current is not None:
         raise RuntimeError("Can't swap an already initialized allocator")
     _current = allocator
+
+
+def _get_tracing_state():
+    return _tracing_state
 
 
 def _get_cudnn_benchmark():
