@@ -8,8 +8,8 @@
 # The parts are suite, programs, python, torch, examples, bench, stream and model; without a name,
 # all of them. Others have to be named. `distributed` needs two GPUs and fails with fewer. `sanitizer`
 # needs compute-sanitizer and takes its time, SANITIZER_TOOLS=memcheck runs one of its two tools. `comfy`
-# needs a ComfyUI 0.33 at COMFY_TREE with what it imports, and takes the folder of the original
-# allocator as COMFY_ORIGINAL.
+# needs what scripts/comfy-bundle.sh makes, at COMFY_BUNDLE (../comfy-bundle), or a ComfyUI 0.33 at
+# COMFY_TREE with what it imports and the folder of the original allocator as COMFY_ORIGINAL.
 #
 # Where a command may take ten minutes and no more: `due` runs what has to pass on one GPU within
 # DUE_SECONDS, several parts at once, prints a line for each, and packs what they said into
@@ -151,12 +151,21 @@ distributed() {
     step 560 python3 -u tests/python/test_torch_distributed_gpu.py
 }
 
-# ComfyUI on vbar beside the original allocator and none: COMFY has more options of benches/comfy.py.
+# ComfyUI on vbar beside the original allocator and none: COMFY has more options of benches/comfy.py,
+# as `--cases flux --caps 4`. Checkpoints stay in COMFY_FOLDER, for the next part on this machine.
 comfy() {
-    : "${COMFY_TREE:?says where a ComfyUI 0.33 is}"
+    local bundle=${COMFY_BUNDLE:-../comfy-bundle} original
+    local tree=${COMFY_TREE:-$bundle/tree}
+    original=${COMFY_ORIGINAL-$bundle/original}
+    if [ ! -d "$tree/comfy" ]; then
+        echo "== no ComfyUI is in $tree: scripts/comfy-bundle.sh puts one there" >&2
+        failed=1
+        return
+    fi
     # shellcheck disable=SC2086
-    step 590 python3 -u benches/comfy.py "$COMFY_TREE" \
-        ${COMFY_ORIGINAL:+--original "$COMFY_ORIGINAL"} ${COMFY:-}
+    step 590 python3 -u benches/comfy.py "$tree" ${original:+--original "$original"} \
+        --folder "${COMFY_FOLDER:-/tmp/vbar-comfy}" --seconds "${COMFY_SECONDS:-480}" \
+        --json "${OUT:-.}/comfy.jsonl" ${COMFY:-}
 }
 
 bench() {

@@ -221,6 +221,33 @@ class Install(Case):
                 assert vbar.torch.check_in_use() == before + 2
             """, start=START, **{name: "max_split_size_mb:64,expandable_segments:True"})
 
+    def test_a_choice_of_pytorchs_own_allocators_is_taken_out_of_its_settings(self):
+        # As ComfyUI sets it on most cards.
+        program = """
+            import os
+            vbar.torch.install(**OPTIONS)
+            assert os.environ.get("PYTORCH_CUDA_ALLOC_CONF") == {left!r}, dict(os.environ)
+            torch._C._read_settings()
+            # Of a second call nothing is changed.
+            os.environ["PYTORCH_ALLOC_CONF"] = "backend:native"
+            vbar.torch.install()
+            assert os.environ["PYTORCH_ALLOC_CONF"] == "backend:native"
+        """
+        for given, left in (
+            ("backend:cudaMallocAsync", None),
+            ("max_split_size_mb:64, backend : native", "max_split_size_mb:64"),
+            ("pinned_use_background_threads:True", "pinned_use_background_threads:True"),
+        ):
+            settings = {"PYTORCH_CUDA_ALLOC_CONF": given}
+            self.check(program.format(left=left), start=START, **settings)
+        # Where PyTorch keeps its allocator the setting is its own.
+        self.check("""
+            import os
+            refused(vbar.torch.InstallError, "", vbar.torch.install, **OPTIONS)
+            assert os.environ["PYTORCH_CUDA_ALLOC_CONF"] == "backend:native"
+            torch._C._read_settings()
+        """, start=START, STAND_IN_MISSING="set_reset_fn", PYTORCH_CUDA_ALLOC_CONF="backend:native")
+
     def test_scenario_30_not_in_use_is_found_out(self):
         self.check("""
             vbar.torch.install(**OPTIONS)
