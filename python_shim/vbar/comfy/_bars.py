@@ -16,8 +16,8 @@ from typing import Any, Optional, Tuple
 from .._bar import Bar
 from .._errors import Error
 from .._guard import Pins
-from .._values import Freed, PageState, Shortfall
-from . import _devices, _pins, _saved
+from .._values import Freed, PageState, Reason, Shortfall
+from . import _devices, _pins, _report, _saved
 
 logger = logging.getLogger("vbar.comfy")
 
@@ -57,6 +57,8 @@ class ModelVBAR:
         self._held: dict[tuple[int, int], list[tuple[Pins, int]]] = {}
         self._lock = threading.Lock()
         self._limit = 0
+        #: What its faults came to, for the report at the end of a node.
+        self.uses = _report.Uses()
         context = _devices.get(device)
         self._context = context
         self.device = device
@@ -93,6 +95,7 @@ class ModelVBAR:
                     f"VBAR OOM: {nbytes} bytes at {start} of {self.max_size} that were asked for"
                 )
             self.offset = start + nbytes
+        self.uses.allocated((start, nbytes))
         return self, self.base_addr + start, nbytes
 
     def fault(self, address: int, nbytes: int) -> Any:
@@ -106,11 +109,12 @@ class ModelVBAR:
             RuntimeError: it failed.
         """
         at, saved = address - self.base_addr, self._saved
+        key = at, nbytes
         if saved is None or at < 0 or at + nbytes > self._backed:
+            self.uses.fault(key, 0, Reason.NO_ADDRESSES)
             return None
         if nbytes <= 0:
             return _signature_type(0)()
-        key = at, nbytes
         held = self._held.get(key)
         if held:
             self._drop_leaked(key, held)
@@ -119,8 +123,11 @@ class ModelVBAR:
         except Error as error:
             raise RuntimeError(f"a fault of {nbytes} bytes at {address:#x} failed: {error}") from error
         if not pins.token:
+            self.uses.fault(key, 0, Reason(pins.reason))
             return None
         signature = _signature_type(nbytes)()
+        # The report counts pages that came, whoever filled them.
+        self.uses.fault(key, pins.signature)
         value, signature.use = saved.enter(key, pins)
         signature[0], signature[1] = value & 0xFFFF_FFFF, value >> 32
         # Each step is one of the interpreter's: threads fault and unpin at a time.
@@ -337,6 +344,7 @@ def vbars_reset_watermark_limits() -> None:
                 bar._end_of_node()
             except Error as error:
                 logger.warning("the end of a node for %r: %s", bar, error)
+        _report.end_of_node(context)
 
 
 def _reserve(context: _devices.Context, nbytes: int) -> Bar | None:

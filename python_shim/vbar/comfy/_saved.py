@@ -159,7 +159,7 @@ class Saved:
             # While a graph is captured what is not there is not brought in: it would keep it for
             # good. The library sees to that itself for what does not stream.
             if _devices.is_capturing() and not self._is_resident(key):
-                return Pins()
+                return Pins(reason=Reason.CAPTURE)
         pins = self._fault(unit)
         if not pins.token and pins.reason in _STREAMABLE and self._may_save(unit):
             if self._is_tight() and self._prepare(unit):
