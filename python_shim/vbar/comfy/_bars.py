@@ -126,9 +126,9 @@ class ModelVBAR:
             self.uses.fault(key, 0, Reason(pins.reason))
             return None
         signature = _signature_type(nbytes)()
-        # The report counts pages that came, whoever filled them.
-        self.uses.fault(key, pins.signature)
         value, signature.use = saved.enter(key, pins)
+        # What came back by itself is counted by the library.
+        self.uses.fault(key, value)
         signature[0], signature[1] = value & 0xFFFF_FFFF, value >> 32
         # Each step is one of the interpreter's: threads fault and unpin at a time.
         self._held.setdefault(key, []).append((pins, self._context.epoch))
