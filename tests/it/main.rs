@@ -25,6 +25,7 @@ mod engine_more;
 mod engine_plans;
 mod engine_pressure;
 mod engine_shared;
+mod engine_threads;
 mod files;
 mod forked;
 mod gradual;
