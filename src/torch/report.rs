@@ -13,11 +13,16 @@ impl Allocator {
     /// Everything that is counted.
     #[must_use]
     pub fn statistics(&self) -> AllocatorStatistics {
-        let now = self.pager.device.fences.now();
+        if process::ending() {
+            return AllocatorStatistics::default();
+        }
+        let (now, budget) = (self.pager.device.fences.now(), self.pager.budget_pages());
         let Some(mut core) = self.look() else { return AllocatorStatistics::default() };
         let (used, page_bytes) = (core.pages.used(), core.geometry.page_bytes);
         core.note_splits();
-        core.statistics.reserve_bytes = core.pages.reserve.pages(now, used) * page_bytes;
+        let mapped = core.pages.mapped();
+        let kept = core.pages.reserve.for_weights(now, used, mapped, budget);
+        core.statistics.reserve_bytes = kept * page_bytes;
         core.statistics.pool_bytes = core.private_pages() * page_bytes;
         core.statistics
     }

@@ -65,6 +65,7 @@ mod torch_memory;
 mod torch_more;
 mod torch_peers;
 mod torch_pressure;
+mod torch_reserve;
 mod torch_storm;
 mod torch_streams;
 mod torch_traces;
