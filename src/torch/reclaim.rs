@@ -5,7 +5,6 @@
 //! refused. Never a page with a live block, and none before its fences.
 
 use super::Allocator;
-use super::heap::Core;
 use super::sweep::Which;
 use crate::error::{Error, ErrorCode, Result};
 use crate::memory::pager::{GiveTo, Reclaim};
@@ -30,13 +29,11 @@ impl Reclaim for Allocator {
         self.give_spare(frames, Asks::Own)
     }
 
-    fn spare(&self) -> u32 {
+    fn spare(&self, most: u32) -> u32 {
         if self.closed.load(Relaxed) || self.direct.is_some() {
             return 0;
         }
-        let budget = self.pager.budget_pages();
-        let spare = self.spare_pages(&mut self.core.lock(), Asks::Weights, budget);
-        u32::try_from(spare).unwrap_or(u32::MAX)
+        self.spare_pages(most, Asks::Weights) as u32
     }
 
     fn reclaim_reserved(&self, frames: u32) -> u32 {
@@ -49,32 +46,29 @@ impl Reclaim for Allocator {
 }
 
 impl Allocator {
-    /// Pages that are mapped beyond what is kept from whoever asks.
-    fn spare_pages(&self, core: &mut Core, asks: Asks, budget: u64) -> u64 {
-        let now = self.pager.device.fences.now();
+    /// Pages that are mapped beyond what is kept from whoever asks, up to `most`.
+    fn spare_pages(&self, most: u32, asks: Asks) -> u64 {
+        let (now, budget) = (self.pager.device.fences.now(), self.pager.budget_pages());
+        let most = u64::from(most);
+        let mut core = self.core.lock();
         let (used, mapped) = (core.pages.used(), core.pages.mapped());
-        let kept = match asks {
+        match asks {
+            Asks::Own => mapped.saturating_sub(core.pages.reserve.pages(now, used)).min(most),
             Asks::Weights => {
                 // All pages that got a frame, less those of the arena.
                 let all = self.pager.device.counters.pages_mapped.load(Relaxed);
                 let loaded = all.saturating_sub(core.pages.mapped_so_far());
                 core.pages.reserve.note_loaded(loaded);
-                core.pages.reserve.for_weights(now, used, mapped, budget)
+                core.pages.reserve.for_weights(now, (used, mapped), budget, most)
             }
-            Asks::Own => core.pages.reserve.pages(now, used),
-        };
-        mapped.saturating_sub(kept)
+        }
     }
 
     fn give_spare(&self, frames: u32, asks: Asks) -> u32 {
         if self.closed.load(Relaxed) || frames == 0 {
             return 0;
         }
-        let budget = self.pager.budget_pages();
-        let spare = {
-            let mut core = self.core.lock();
-            self.spare_pages(&mut core, asks, budget).min(u64::from(frames))
-        };
+        let spare = self.spare_pages(frames, asks);
         if spare == 0 {
             return 0;
         }

@@ -21,8 +21,9 @@ impl Allocator {
         let (used, page_bytes) = (core.pages.used(), core.geometry.page_bytes);
         core.note_splits();
         let mapped = core.pages.mapped();
-        let kept = core.pages.reserve.for_weights(now, used, mapped, budget);
-        core.statistics.reserve_bytes = kept * page_bytes;
+        let reserve = &mut core.pages.reserve;
+        let spare = reserve.for_weights(now, (used, mapped), budget, u64::MAX);
+        core.statistics.reserve_bytes = (mapped - spare) * page_bytes;
         core.statistics.pool_bytes = core.private_pages() * page_bytes;
         core.statistics
     }

@@ -88,21 +88,23 @@ impl Reserve {
         self.peak.max(self.before)
     }
 
-    /// Of `mapped` pages, those that may stay so although weights need frames, in a budget of so
-    /// many pages.
+    /// Of `mapped` pages, those that weights may have, in a budget of so many pages; counted up to
+    /// `most`.
     pub(super) fn for_weights(
         &mut self,
         now: Duration,
-        used: u64,
-        mapped: u64,
+        (used, mapped): (u64, u64),
         budget: u64,
+        most: u64,
     ) -> u64 {
         let known = self.rises.len().saturating_sub(1) as u64;
-        let most = self.pages(now, used).min(known).min(mapped);
+        let lately = self.pages(now, used).min(known).max(used);
+        let beyond = mapped.saturating_sub(lately).min(most);
         let (loaded, rises) = (self.loaded, &self.rises);
-        let returns =
-            |pages: &u64| rises[*pages as usize].comes_back(loaded, budget.saturating_sub(*pages));
-        used + (used + 1..=most).filter(returns).count() as u64
+        let is_spare =
+            |pages: &u64| !rises[*pages as usize].comes_back(loaded, budget.saturating_sub(*pages));
+        let idle = (used + 1..=lately.min(mapped)).rev().filter(is_spare);
+        beyond + idle.take((most - beyond) as usize).count() as u64
     }
 
     /// Weights were loaded into so many pages so far.
@@ -128,6 +130,11 @@ mod tests {
         (1..=peak).for_each(|used| reserve.observe(used));
     }
 
+    /// Of 50 pages that are mapped, in a budget of 40, those that weights may not have.
+    fn kept(reserve: &mut Reserve, now: Duration, used: u64) -> u64 {
+        50 - reserve.for_weights(now, (used, 50), 40, u64::MAX)
+    }
+
     fn load(reserve: &mut Reserve, pages: u64) {
         reserve.note_loaded(reserve.loaded + pages);
     }
@@ -148,7 +155,7 @@ mod tests {
     fn what_is_in_use_is_never_less() {
         let mut reserve = Reserve::default();
         assert_eq!(reserve.pages(WINDOW * 5, 4), 4);
-        assert_eq!(reserve.for_weights(WINDOW * 5, 4, 50, 40), 4);
+        assert_eq!(kept(&mut reserve, WINDOW * 5, 4), 4);
         reserve.forget(WINDOW * 6, 1);
         assert_eq!(reserve.pages(WINDOW * 6, 1), 1);
     }
@@ -158,9 +165,9 @@ mod tests {
         let mut reserve = Reserve::default();
         // However often, if no weight is loaded in between.
         (0..5).for_each(|_| step(&mut reserve, 40));
-        assert_eq!(reserve.for_weights(NOW, 0, 50, 40), 0);
+        assert_eq!(kept(&mut reserve, NOW, 0), 0);
         load(&mut reserve, 1);
-        assert_eq!(reserve.for_weights(NOW, 0, 50, 40), 0);
+        assert_eq!(kept(&mut reserve, NOW, 0), 0);
     }
 
     #[test]
@@ -169,7 +176,7 @@ mod tests {
         for layer in 0..50 {
             step(&mut reserve, 6);
             load(&mut reserve, 4);
-            assert_eq!(reserve.for_weights(NOW, 0, 50, 40), if layer == 0 { 0 } else { 6 });
+            assert_eq!(kept(&mut reserve, NOW, 0), if layer == 0 { 0 } else { 6 });
         }
         // Three that stay, and two that come and go above them.
         let mut reserve = Reserve::default();
@@ -178,8 +185,8 @@ mod tests {
             (4..=5).for_each(|used| reserve.observe(used));
             load(&mut reserve, 4);
         }
-        assert_eq!(reserve.for_weights(NOW, 3, 50, 40), 5);
-        assert_eq!(reserve.for_weights(NOW, 0, 50, 40), 2);
+        assert_eq!(kept(&mut reserve, NOW, 3), 5);
+        assert_eq!(kept(&mut reserve, NOW, 0), 2);
     }
 
     #[test]
@@ -189,9 +196,12 @@ mod tests {
             step(&mut reserve, 40);
             load(&mut reserve, 30);
         }
-        assert_eq!(reserve.for_weights(NOW, 0, 40, 40), 10);
+        assert_eq!(kept(&mut reserve, NOW, 0), 10);
+        // Who needs few is told of few.
+        assert_eq!(reserve.for_weights(NOW, (0, 50), 40, 3), 3);
+        assert_eq!(reserve.for_weights(NOW, (0, 12), 40, 3), 2);
         load(&mut reserve, 8);
-        assert_eq!(reserve.for_weights(NOW, 0, 40, 40), 2);
+        assert_eq!(kept(&mut reserve, NOW, 0), 2);
     }
 
     #[test]
@@ -205,20 +215,20 @@ mod tests {
         for layer in 0..10 {
             step(&mut reserve, 2);
             let since = (layer + 1) * 4;
-            let kept = reserve.for_weights(NOW, 0, 50, 40);
-            assert_eq!(kept, (40 - since).clamp(2, 10), "{layer}");
+            let found = kept(&mut reserve, NOW, 0);
+            assert_eq!(found, (40 - since).clamp(2, 10), "{layer}");
             load(&mut reserve, 4);
         }
         // A peak that is farther apart than that never counts.
         for _ in 0..5 {
             step(&mut reserve, 30);
-            assert_eq!(reserve.for_weights(NOW, 0, 50, 40), 2);
+            assert_eq!(kept(&mut reserve, NOW, 0), 2);
             for _ in 0..15 {
                 load(&mut reserve, 4);
                 step(&mut reserve, 2);
             }
         }
         reserve.forget(NOW, 0);
-        assert_eq!(reserve.for_weights(NOW, 0, 50, 40), 0);
+        assert_eq!(kept(&mut reserve, NOW, 0), 0);
     }
 }

@@ -6,6 +6,7 @@ use vbar::model::synth::synthesize;
 use vbar::options::Threads;
 use vbar::{Fault, ModelBar, RuntimeOptions};
 
+use crate::engine_more::eventually;
 use crate::torch::Torch;
 use crate::world::{P, ROOMY, World, budget_options, options};
 
@@ -58,7 +59,7 @@ impl Rig {
 
     fn all_resident(&self, model: usize) -> bool {
         let vbar = self.models[model].vbar();
-        !vbar.draw(u32::MAX).contains('.')
+        !vbar.draw(u32::MAX).contains(['.', '!'])
     }
 
     /// Largest tensor that can be had, in pages, as a program finds out: by trying.
@@ -140,6 +141,39 @@ fn a_plan_that_was_made_beside_activations_grows_into_the_frames_of_a_huge_tenso
         assert!(rig.all_resident(0), "{threads:?} {}", rig.models[0].vbar().draw(40));
         rig.check_shut();
     }
+}
+
+#[test]
+fn an_engine_fetches_into_frames_that_activations_no_longer_need_and_waits_for_no_fault() {
+    let rig = Rig::budget(40, Threads::On, &[30]);
+    let block = rig.torch.malloc(20 * P);
+    for _ in 0..4 {
+        rig.pass(0, |_| ());
+    }
+    let numbers = || rig.torch.world.runtime.engine_numbers();
+    eventually("a plan", || numbers().plans > 0);
+    assert!((1..=20).contains(&numbers().kept_pages), "{:?}", numbers());
+    rig.torch.allocator.free(block);
+    // The work before the free is known to be over behind the next use of its stream.
+    let first = rig.models[0].fault(0, rig.torch.world.stream).unwrap();
+    drop(first);
+    eventually("all weights are resident", || rig.all_resident(0));
+    rig.check_shut();
+}
+
+#[test]
+fn what_was_freed_last_goes_before_weights_though_nothing_was_recorded_behind_it() {
+    let torch = Torch::budget(16);
+    let (weights, more) = (torch.world.vbar(4), torch.world.vbar(8));
+    assert_eq!(torch.world.touch(&weights, 0..4), Ok(()));
+    let block = torch.malloc(12 * P);
+    torch.write(block, 12 * P, 5, torch.world.stream);
+    torch.allocator.free(block);
+    assert_eq!(torch.world.touch(&more, 0..8), Ok(()));
+    let drawn = [weights.draw(4), more.draw(8)].map(|drawn| drawn.replace('i', "#"));
+    assert_eq!(drawn, ["####", "########"]);
+    assert_eq!(torch.reserved(), 4);
+    torch.check();
 }
 
 #[test]
