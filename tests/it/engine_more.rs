@@ -120,18 +120,6 @@ impl Rig {
         Ok(Some(pattern_sum(told.bytes, tensor_seed(SEED, &told.name))))
     }
 
-    /// Adds a checksum to one of the words.
-    pub(crate) fn sum(
-        &self,
-        at: DeviceAddress,
-        bytes: u64,
-        word: u64,
-        delay: Duration,
-        on: Stream,
-    ) {
-        self.world.sum(at, bytes, self.target.offset(word * 8), delay, on);
-    }
-
     /// Passes over a model in order, every byte checked.
     #[track_caller]
     pub(crate) fn check_passes(&self, model: &ModelBar, count: u64) {

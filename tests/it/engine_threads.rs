@@ -4,12 +4,13 @@ use std::sync::Mutex;
 use std::time::Duration;
 
 use vbar::driver::Driver;
+use vbar::model::synth::tensor_seed;
 use vbar::options::{Eviction, Threads};
 use vbar::{Fault, ModelBar, Reason, RuntimeOptions};
 
-use crate::engine_more::{Rig, eventually, threaded};
+use crate::engine_more::{Rig, SEED, eventually, threaded};
 use crate::torch::Random;
-use crate::world::budget_options;
+use crate::world::{budget_options, pattern_sum};
 
 /// Pages of the file and of the budget.
 const MODEL: u64 = 24;
@@ -21,22 +22,26 @@ fn passes(options: RuntimeOptions, count: usize) -> Vec<(usize, usize, Reason)> 
     let path = rig.path("model", MODEL);
     let models: Vec<ModelBar> =
         (0..2).map(|_| rig.world.runtime.open_model(&path).unwrap()).collect();
-    let refused = Mutex::new(Vec::new());
+    let (refused, target) = (Mutex::new(Vec::new()), rig.world.scratch());
     let streams: Vec<_> = (0..3).map(|_| rig.world.another_stream()).collect();
     std::thread::scope(|scope| {
         for (thread, stream) in streams.into_iter().enumerate() {
             let (rig, model, refused) = (&rig, &models[thread % 2], &refused);
+            let target = target.offset(thread as u64 * 8);
             scope.spawn(move || {
                 let context = rig.world.runtime.device().context;
                 rig.world.sim.ctx_set_current(Some(context)).unwrap();
+                let mut expected = 0u64;
                 let _scale = model.fault(0, stream).unwrap();
                 for at in 0..count * model.model().tensors().len() {
                     let tensor = at % model.model().tensors().len();
                     match model.fault(tensor, stream).unwrap() {
                         Fault::Resident(guard) | Fault::HostMapped(guard) => {
                             let (address, bytes) = (guard.address(), guard.bytes());
-                            let delay = Duration::from_micros(20);
-                            rig.sum(address, bytes, thread as u64, delay, stream);
+                            rig.world.sum(address, bytes, target, Duration::ZERO, stream);
+                            let seed = tensor_seed(SEED, &model.model().tensors()[tensor].name);
+                            expected = expected.wrapping_add(pattern_sum(bytes, seed));
+                            // Pins overlap.
                             std::thread::sleep(Duration::from_micros(100));
                             guard.unpin().unwrap();
                         }
@@ -45,7 +50,7 @@ fn passes(options: RuntimeOptions, count: usize) -> Vec<(usize, usize, Reason)> 
                         }
                     }
                 }
-                rig.world.sim.stream_synchronize(stream).unwrap();
+                assert_eq!(rig.world.word(target, stream), expected);
             });
         }
     });
