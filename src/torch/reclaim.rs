@@ -29,11 +29,11 @@ impl Reclaim for Allocator {
         self.give_spare(frames, Asks::Own)
     }
 
-    fn spare(&self, most: u32) -> u32 {
+    fn spare(&self, of: Option<u32>) -> u32 {
         if self.closed.load(Relaxed) || self.direct.is_some() {
             return 0;
         }
-        self.spare_pages(most, Asks::Weights) as u32
+        self.spare_pages(of, Asks::Weights) as u32
     }
 
     fn reclaim_reserved(&self, frames: u32) -> u32 {
@@ -46,20 +46,23 @@ impl Reclaim for Allocator {
 }
 
 impl Allocator {
-    /// Pages that are mapped beyond what is kept from whoever asks, up to `most`.
-    fn spare_pages(&self, most: u32, asks: Asks) -> u64 {
+    /// Pages that are mapped beyond what is kept from whoever asks, for so many.
+    fn spare_pages(&self, asked: Option<u32>, asks: Asks) -> u64 {
         let (now, budget) = (self.pager.device.fences.now(), self.pager.budget_pages());
-        let most = u64::from(most);
+        let asked = asked.map(u64::from);
         let mut core = self.core.lock();
         let (used, mapped) = (core.pages.used(), core.pages.mapped());
         match asks {
-            Asks::Own => mapped.saturating_sub(core.pages.reserve.pages(now, used)).min(most),
+            Asks::Own => {
+                let spare = mapped.saturating_sub(core.pages.reserve.pages(now, used));
+                spare.min(asked.unwrap_or(u64::MAX))
+            }
             Asks::Weights => {
                 // All pages that got a frame, less those of the arena.
                 let all = self.pager.device.counters.pages_mapped.load(Relaxed);
                 let loaded = all.saturating_sub(core.pages.mapped_so_far());
                 core.pages.reserve.note_loaded(loaded);
-                core.pages.reserve.for_weights(now, (used, mapped), budget, most)
+                core.pages.reserve.for_weights(now, (used, mapped), budget, asked)
             }
         }
     }
@@ -68,7 +71,7 @@ impl Allocator {
         if self.closed.load(Relaxed) || frames == 0 {
             return 0;
         }
-        let spare = self.spare_pages(frames, asks);
+        let spare = self.spare_pages(Some(frames), asks);
         if spare == 0 {
             return 0;
         }

@@ -22,7 +22,7 @@ impl Allocator {
         core.note_splits();
         let mapped = core.pages.mapped();
         let reserve = &mut core.pages.reserve;
-        let spare = reserve.for_weights(now, (used, mapped), budget, u64::MAX);
+        let spare = reserve.for_weights(now, (used, mapped), budget, None);
         core.statistics.reserve_bytes = (mapped - spare) * page_bytes;
         core.statistics.pool_bytes = core.private_pages() * page_bytes;
         core.statistics

@@ -10,7 +10,7 @@
 //!   last two times are known at which so many came to be in use. Time is counted in pages that
 //!   weights were loaded into, so that a step is as long at any speed. So many stay if weights got,
 //!   from the first time to the second and from the second until now, no more pages than the budget
-//!   has beside them. What is kept thus leaves room for all that was loaded meanwhile: a layer's
+//!   has beside them. What is kept leaves room for all that was loaded meanwhile: a layer's
 //!   activations stay while the next layer is loaded, and no tensor, however large, that comes once
 //!   in a pass has weights of that pass take turns. What is kept in vain costs weights one turnover
 //!   of their own frames.
@@ -88,19 +88,20 @@ impl Reserve {
         self.peak.max(self.before)
     }
 
-    /// Of `mapped` pages, those that weights may have, in a budget of so many pages; counted up to
-    /// `most`.
+    /// Of `mapped` pages, those that weights may have, in a budget of so many pages. Who asks for a
+    /// number is told of so many at most, and they count as loaded.
     pub(super) fn for_weights(
         &mut self,
         now: Duration,
         (used, mapped): (u64, u64),
         budget: u64,
-        most: u64,
+        asked: Option<u64>,
     ) -> u64 {
+        let most = asked.unwrap_or(u64::MAX);
         let known = self.rises.len().saturating_sub(1) as u64;
         let lately = self.pages(now, used).min(known).max(used);
         let beyond = mapped.saturating_sub(lately).min(most);
-        let (loaded, rises) = (self.loaded, &self.rises);
+        let (loaded, rises) = (self.loaded + asked.unwrap_or(0), &self.rises);
         let is_spare =
             |pages: &u64| !rises[*pages as usize].comes_back(loaded, budget.saturating_sub(*pages));
         let idle = (used + 1..=lately.min(mapped)).rev().filter(is_spare);
@@ -132,7 +133,7 @@ mod tests {
 
     /// Of 50 pages that are mapped, in a budget of 40, those that weights may not have.
     fn kept(reserve: &mut Reserve, now: Duration, used: u64) -> u64 {
-        50 - reserve.for_weights(now, (used, 50), 40, u64::MAX)
+        50 - reserve.for_weights(now, (used, 50), 40, None)
     }
 
     fn load(reserve: &mut Reserve, pages: u64) {
@@ -198,8 +199,9 @@ mod tests {
         }
         assert_eq!(kept(&mut reserve, NOW, 0), 10);
         // Who needs few is told of few.
-        assert_eq!(reserve.for_weights(NOW, (0, 50), 40, 3), 3);
-        assert_eq!(reserve.for_weights(NOW, (0, 12), 40, 3), 2);
+        assert_eq!(reserve.for_weights(NOW, (0, 50), 40, Some(3)), 3);
+        // And has room beside what is kept: with these 33 pages are loaded, and 7 stay.
+        assert_eq!(reserve.for_weights(NOW, (0, 9), 40, Some(3)), 2);
         load(&mut reserve, 8);
         assert_eq!(kept(&mut reserve, NOW, 0), 2);
     }

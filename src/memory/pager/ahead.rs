@@ -240,7 +240,7 @@ impl Pager {
     /// what whoever is asked for frames can do without. Asks under the device's lock.
     #[must_use]
     pub fn frames_for(&self, is_asked_for: impl Fn(u32) -> bool) -> u64 {
-        let spare = self.reclaimer().map_or(0, |reclaimer| reclaimer.spare(u32::MAX));
+        let spare = self.reclaimer().map_or(0, |reclaimer| reclaimer.spare(None));
         let state = self.state.lock();
         let others = state.bars.iter().filter(|(number, _)| !is_asked_for(**number));
         let open = others.filter(|(_, entry)| entry.life == Life::Open);

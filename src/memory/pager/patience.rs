@@ -61,7 +61,7 @@ impl<'a> Patience<'a> {
             reclaimer.reclaim_own(frames)
         } else {
             // What was freed behind the last work on this stream can be had once it is covered.
-            if reclaimer.spare(1) > 0 {
+            if reclaimer.spare(Some(frames)) > 0 {
                 self.cover_own(stream, standing.slot, standing.capture)?;
             }
             reclaimer.reclaim(frames)

@@ -36,9 +36,9 @@ impl Reclaim for Both {
         given + if missing > 0 { self.1.reclaim_own(missing) } else { 0 }
     }
 
-    fn spare(&self, most: u32) -> u32 {
-        let first = self.0.spare(most);
-        first.saturating_add(self.1.spare(most.saturating_sub(first)))
+    fn spare(&self, of: Option<u32>) -> u32 {
+        let first = self.0.spare(of);
+        first.saturating_add(self.1.spare(of.map(|of| of.saturating_sub(first))))
     }
 
     fn reclaim_reserved(&self, frames: u32) -> u32 {
@@ -59,10 +59,10 @@ pub trait Reclaim: Send + Sync {
         self.reclaim(frames)
     }
 
-    /// Frames that [`Reclaim::reclaim`] would give back now, about, and `most` at most. An engine
-    /// counts on them as on free ones.
-    fn spare(&self, most: u32) -> u32 {
-        let _ = most;
+    /// Frames that [`Reclaim::reclaim`] would give back now, about, if it was told of so many, or
+    /// again and again. An engine counts on them as on free ones.
+    fn spare(&self, of: Option<u32>) -> u32 {
+        let _ = of;
         0
     }
 
