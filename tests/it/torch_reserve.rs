@@ -103,10 +103,14 @@ fn weights_come_into_the_frames_of_a_huge_tensor_that_was_freed_and_of_no_others
         assert_eq!(rig.largest(50), 40);
         rig.pass(0, |_| rig.activate(&[]));
         assert!(rig.all_resident(0), "{}", rig.models[0].vbar().draw(40));
-        // Weights give way to it as before, and have the frames back at once.
+        // Weights give way to it as before, and have the frames back at once, also when it came
+        // twice with a few weights in between.
         for _ in 0..2 {
-            let block = rig.torch.malloc(40 * P);
-            rig.torch.allocator.free(block);
+            for tensor in 0..2 {
+                let block = rig.torch.malloc(40 * P);
+                rig.torch.allocator.free(block);
+                drop(rig.models[0].fault(tensor, rig.torch.world.stream).unwrap());
+            }
             rig.pass(0, |_| {
                 let small = rig.torch.malloc(512);
                 rig.torch.allocator.free(small);
