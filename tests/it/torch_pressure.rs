@@ -33,23 +33,31 @@ fn the_largest_block_without_weights_can_be_had_while_they_are_loaded() {
 fn cached_pages_above_the_reserve_go_before_weights() {
     let torch = Torch::budget(16);
     let weights = torch.world.vbar(16);
-    assert_eq!(load(&torch, &weights, 4), 4);
-    let blocks: Vec<u64> = (0..12).map(|_| torch.malloc(P)).collect();
-    for block in blocks {
-        torch.allocator.free(block);
-    }
-    // They were all in use a moment ago: the next step wants them again, and weights give way to
-    // one another.
+    let step = || {
+        let blocks: Vec<u64> = (0..12).map(|_| torch.malloc(P)).collect();
+        for block in blocks {
+            torch.allocator.free(block);
+        }
+    };
+    step();
+    assert_eq!(load(&torch, &weights, 6), 6);
+    // They were all in use a moment ago, and once: nothing says that they will be again.
+    assert_eq!((weights.draw(6).as_str(), torch.reserved()), ("######", 10));
+    // When they are, each step wants them again, and weights give way to one another.
     let more = torch.world.vbar(16);
     more.prioritise().unwrap();
-    assert_eq!(torch.world.touch(&more, 0..2), Ok(()));
-    assert_eq!((weights.draw(4).as_str(), torch.reserved()), ("##..", 12));
+    for page in 0..2 {
+        step();
+        assert_eq!(torch.world.touch(&more, page..page + 1), Ok(()));
+    }
+    assert_eq!((weights.draw(6).as_str(), torch.reserved()), ("##....", 12));
+    assert_eq!(torch.allocator.statistics().reserve_bytes, 12 * P);
     // After an empty cache nothing is kept.
     torch.allocator.empty_cache().unwrap();
-    let blocks: Vec<u64> = (0..2).map(|_| torch.malloc(P)).collect();
-    for block in blocks {
-        torch.allocator.free(block);
-    }
+    assert_eq!(torch.allocator.statistics().reserve_bytes, 0);
+    step();
+    assert_eq!(torch.world.touch(&more, 2..8), Ok(()));
+    assert_eq!((more.draw(8).as_str(), torch.reserved()), ("########", 6));
     torch.check();
 }
 

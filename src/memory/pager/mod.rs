@@ -518,7 +518,7 @@ impl Pager {
                     reaping = Reaping::All;
                 }
                 Planned::LeaveHost(taken) => drop(self.part_with_hosted(taken)),
-                Planned::Reclaim(frames) => patience.ask_for(frames),
+                Planned::Reclaim(frames) => patience.ask_for(frames, requests, stream, standing)?,
                 Planned::Wait(kind) => patience.pause(kind)?,
                 Planned::ContextWait | Planned::Refuse(Reason::FenceUnknown)
                     if patience.cover_own(stream, slot, capture)? => {}

@@ -7,7 +7,7 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::plan::Reclaiming;
+use super::plan::{Reclaiming, Standing};
 use super::{Pager, Reclaim, Request};
 use crate::driver::CaptureState;
 use crate::error::Result;
@@ -46,10 +46,30 @@ impl<'a> Patience<'a> {
     }
 
     /// Asks for frames, with no lock held, until there is nothing to give.
-    pub(super) fn ask_for(&mut self, frames: u32) {
-        if self.reclaimer.as_ref().is_none_or(|reclaimer| reclaimer.reclaim(frames) == 0) {
+    ///
+    /// # Errors
+    /// What the driver says of the request's stream.
+    pub(super) fn ask_for(
+        &mut self,
+        frames: u32,
+        requests: &[Request<'_>],
+        stream: Stream,
+        standing: Standing,
+    ) -> Result<()> {
+        let Some(reclaimer) = self.reclaimer.clone() else { return Ok(()) };
+        let given = if requests.iter().all(|request| request.bar.is_arena()) {
+            reclaimer.reclaim_own(frames)
+        } else {
+            // What was freed behind the last work on this stream can be had once it is covered.
+            if reclaimer.spare(Some(frames)) > 0 {
+                self.cover_own(stream, standing.slot, standing.capture)?;
+            }
+            reclaimer.reclaim(frames)
+        };
+        if given == 0 {
             self.reclaimer = None;
         }
+        Ok(())
     }
 
     /// Asks for frames that their holder would rather keep, before the request is refused; whether
