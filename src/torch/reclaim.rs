@@ -28,6 +28,11 @@ impl Reclaim for Allocator {
     fn reclaim_reserved(&self, frames: u32) -> u32 {
         if self.closed.load(Relaxed) { 0 } else { self.give_frames(u64::from(frames)) }
     }
+
+    /// PyTorch begins a pool before it captures. Without its allocator it captures unseen.
+    fn knows_no_capture(&self) -> bool {
+        !self.closed.load(Relaxed) && self.direct.is_none() && !self.open.any()
+    }
 }
 
 impl Allocator {

@@ -1,11 +1,16 @@
 //! PyTorch's allocator and weights on the same frames.
 
+use std::time::Duration;
+
 use vbar::Vbar;
 use vbar::driver::Driver;
-use vbar::options::RuntimeOptions;
+use vbar::options::{ContextWaits, RuntimeOptions};
+use vbar::outcome::WaitKind;
+use vbar::torch::PoolId;
+use vbar::{Fault, Reason};
 
 use crate::torch::Torch;
-use crate::world::{DEVICE, P, World, budget_options, options, pattern_sum};
+use crate::world::{DEVICE, P, ROOMY, World, budget_options, options, pattern_sum};
 
 /// Makes pages of weights resident, as many as there is room for.
 fn load(torch: &Torch, vbar: &Vbar, pages: u64) -> u64 {
@@ -64,6 +69,45 @@ fn what_is_kept_for_the_next_step_goes_before_weights_are_refused() {
     // And the other way round.
     torch.malloc(8 * P);
     assert_eq!(weights.draw(8), "........");
+    torch.check();
+}
+
+/// What was freed on a stream that rests is covered by no fence: a request for another stream waits
+/// for the work of the context rather than be refused, unless PyTorch captures a graph.
+#[test]
+fn frames_that_were_freed_on_a_stream_that_rests_are_waited_for() {
+    let options = RuntimeOptions { context_waits: ContextWaits::Never, ..budget_options(8) };
+    let torch = Torch::of(World::with(ROOMY, options));
+    let (resting, other) = (torch.world.stream, torch.world.another_stream());
+    let weights = torch.world.vbar(8);
+    let fault = |pages: u64| match weights.fault(0..pages * P, other).unwrap() {
+        Fault::Offloaded(refusal) => Err(refusal.reason),
+        resident => Ok(drop(resident)),
+    };
+    for is_captured in [true, false] {
+        let block = torch.malloc_on(8 * P, resting);
+        torch.world.sim.hold_stream(resting).unwrap();
+        torch.write(block, 8 * P, 5, resting);
+        torch.allocator.free(block);
+        if is_captured {
+            let id = PoolId(0, 7);
+            torch.allocator.begin_pool(id, Box::new(|_| false));
+            assert_eq!(fault(6), Err(Reason::FenceUnknown));
+            torch.allocator.end_pool(id);
+            torch.allocator.release_pool(id);
+            torch.world.sim.release_stream(resting).unwrap();
+            continue;
+        }
+        std::thread::scope(|scope| {
+            let fault = scope.spawn(|| fault(6));
+            std::thread::sleep(Duration::from_millis(5));
+            torch.world.sim.release_stream(resting).unwrap();
+            assert_eq!(fault.join().unwrap(), Ok(()));
+        });
+    }
+    // Also where the work was done by then: nothing tells so.
+    let waited = torch.world.runtime.statistics().waited(WaitKind::Context);
+    assert_eq!(waited.count, 1);
     torch.check();
 }
 

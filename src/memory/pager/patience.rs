@@ -10,7 +10,7 @@ use std::time::Duration;
 use super::plan::Reclaiming;
 use super::{Pager, Reclaim, Request};
 use crate::driver::CaptureState;
-use crate::error::Result;
+use crate::error::{ErrorCode, Result};
 use crate::outcome::{Reason, WaitKind};
 use crate::process;
 use crate::sync::fence::StreamSlot;
@@ -109,6 +109,29 @@ impl<'a> Patience<'a> {
         let cover = || device.fences.cover_stamps(stream, slot);
         device.retry(cover).map_err(|error| device.note(error))?;
         Ok(true)
+    }
+
+    /// Finds out what no fence covers by a wait for the context, where that breaks no capture: as
+    /// the options say, or because PyTorch's allocator knows of none. What its streams have freed
+    /// is covered when they are used again, and one that rests keeps the frames from everybody.
+    /// Once a request; returns whether it was done.
+    pub(super) fn wait_for_context(&mut self, capture: CaptureState) -> Result<bool> {
+        let device = &self.pager.device;
+        if self.may_wait_for_context(capture) {
+            return device.context_wait().map(|()| true);
+        }
+        let is_safe = capture == CaptureState::None
+            && !device.fences.is_capture_known()
+            && self.pager.reclaimer().is_some_and(|reclaimer| reclaimer.knows_no_capture());
+        if !is_safe || self.context_waited.replace(()).is_some() {
+            return Ok(false);
+        }
+        match device.context_wait_asked() {
+            Err(error) if matches!(error.code(), ErrorCode::TimedOut | ErrorCode::Unsupported) => {
+                Ok(false)
+            }
+            waited => waited.map(|()| true),
+        }
     }
 
     /// Once a request, if the options allow it, and never while a known stream is being captured.
