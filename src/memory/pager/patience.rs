@@ -111,19 +111,40 @@ impl<'a> Patience<'a> {
         Ok(true)
     }
 
-    /// Finds out what no fence covers by a wait for the context, where that breaks no capture: as
-    /// the options say, or because PyTorch's allocator knows of none. What its streams have freed
-    /// is covered when they are used again, and one that rests keeps the frames from everybody.
-    /// Once a request; returns whether it was done.
+    /// Finds out what no fence covers by a wait for the context, if the options allow it or
+    /// [`Pager::settle_unknown`] does. Once a request; returns whether it was done.
     pub(super) fn wait_for_context(&mut self, capture: CaptureState) -> Result<bool> {
         let device = &self.pager.device;
         if self.may_wait_for_context(capture) {
             return device.context_wait().map(|()| true);
         }
-        let is_safe = capture == CaptureState::None
-            && !device.fences.is_capture_known()
-            && self.pager.reclaimer().is_some_and(|reclaimer| reclaimer.knows_no_capture());
-        if !is_safe || self.context_waited.replace(()).is_some() {
+        if capture != CaptureState::None || self.context_waited.replace(()).is_some() {
+            return Ok(false);
+        }
+        self.pager.settle_unknown()
+    }
+
+    /// Once a request, if the options allow it, and never while a known stream is being captured.
+    pub(super) fn may_wait_for_context(&mut self, capture: CaptureState) -> bool {
+        capture == CaptureState::None
+            && self.pager.device.may_wait_for_context()
+            && self.context_waited.replace(()).is_none()
+    }
+}
+
+impl Pager {
+    /// Finds out what no fence covers by a wait for the current context, whatever the options say,
+    /// where PyTorch's allocator knows that this breaks no capture. What its streams have freed or
+    /// used is covered when they are used again, and one that rests keeps it from everybody.
+    /// Returns whether it was done.
+    ///
+    /// # Errors
+    /// `Cancelled`, and what the driver says.
+    pub(crate) fn settle_unknown(&self) -> Result<bool> {
+        let device = &self.device;
+        let is_safe = !device.fences.is_capture_known()
+            && self.reclaimer().is_some_and(|reclaimer| reclaimer.knows_no_capture());
+        if !is_safe {
             return Ok(false);
         }
         match device.context_wait_asked() {
@@ -132,13 +153,6 @@ impl<'a> Patience<'a> {
             }
             waited => waited.map(|()| true),
         }
-    }
-
-    /// Once a request, if the options allow it, and never while a known stream is being captured.
-    pub(super) fn may_wait_for_context(&mut self, capture: CaptureState) -> bool {
-        capture == CaptureState::None
-            && self.pager.device.may_wait_for_context()
-            && self.context_waited.replace(()).is_none()
     }
 }
 
