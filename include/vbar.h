@@ -206,7 +206,8 @@ enum VbarContextWaits
    */
   VBAR_CONTEXT_WAITS_ALLOWED = 0,
   /*
-   Refuse with `VBAR_REASON_FENCE_UNKNOWN`.
+   Refuse with `VBAR_REASON_FENCE_UNKNOWN`. With PyTorch's allocator on the device, which knows
+   when a graph is being captured, a fault waits all the same before it is refused for that.
    */
   VBAR_CONTEXT_WAITS_NEVER = 1,
 };

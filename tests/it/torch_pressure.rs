@@ -83,7 +83,7 @@ fn frames_that_were_freed_on_a_stream_that_rests_are_waited_for() {
     let weights = torch.world.vbar(8);
     let fault = |pages: u64| match weights.fault(0..pages * P, other).unwrap() {
         Fault::Offloaded(refusal) => Err(refusal.reason),
-        resident => Ok(drop(resident)),
+        Fault::Resident(_) | Fault::HostMapped(_) => Ok(()),
     };
     for is_captured in [true, false] {
         let block = torch.malloc_on(8 * P, resting);
@@ -226,7 +226,7 @@ fn nothing_is_refused_for_what_a_program_that_rests_has_used() {
             ..budget_options(24)
         };
         let torch = Torch::of(World::with(ROOMY, options));
-        let mut random = Random(seed * 0x9E37_79B9 | 1);
+        let mut random = Random((seed * 0x9E37_79B9) | 1);
         // Each stream with weights of its own, for it writes to them.
         let streams = [(); 5].map(|()| (torch.world.another_stream(), torch.world.vbar(16)));
         let (computing, others) = streams.split_at(3);
