@@ -19,10 +19,10 @@ const LOADS_GAIN: u64 = 64;
 /// Looks at visits that a choice of what is kept for parts of a cycle may take, whatever the cycle:
 /// about a tenth of a second;
 const PHASES_WORK_MAX: u64 = 1 << 20;
-/// or so many at each visit, however many these are. A workflow takes two or three, at each of which
-/// a pass repeats or a phase ends. Thousands of passes in no order take thousands, so that the plan
-/// of 100,000 steps took ten seconds and that of 262,000 a minute and a half, in which nothing was
-/// fetched ahead.
+/// or so many at each visit, however many these are. A workflow takes two or three: a gap is one
+/// between two passes or one between two phases. Thousands of passes in no order take thousands, so
+/// that the plan of 100,000 steps took ten seconds and that of 262,000 a minute and a half, in
+/// which nothing was fetched ahead.
 const PHASES_WORK_A_VISIT: u64 = 8;
 /// Passes between two trials in a direction that has not paid, at most.
 const PATIENCE_MAX: u32 = 64;
