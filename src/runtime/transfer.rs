@@ -9,7 +9,7 @@ use std::sync::Arc;
 
 use super::Runtime;
 use crate::copy::fill::Filler;
-use crate::driver::{Driver, DriverCode, DriverError, DriverResult};
+use crate::driver::{Driver, DriverCode, DriverResult};
 use crate::error::Result;
 use crate::host::own;
 use crate::units::{DeviceAddress, Stream};
@@ -72,10 +72,7 @@ impl Runtime {
             }
             match driver.mem_host_unregister(start) {
                 // Page-locked memory that was allocated as such (`cuMemHostAlloc`).
-                Err(DriverError {
-                    code: DriverCode::HOST_MEMORY_NOT_REGISTERED | DriverCode::INVALID_VALUE,
-                    ..
-                }) => {
+                Err(error) if error.code == DriverCode::HOST_MEMORY_NOT_REGISTERED => {
                     is_locked = false;
                     Ok(())
                 }
