@@ -1,33 +1,47 @@
 """ComfyUI on vbar, beside the allocator that it comes with and beside none, on a GPU.
 
-    comfy.py TREE [--original FOLDER] [--caps 6,4,3] [--steps 8] [--rounds 3] [--cases flux,...]
+    comfy.py TREE [--original FOLDER] [--caps 6,4,3] [--cases flux,...] [--rounds 1] [--seconds 480]
 
 TREE is an unmodified ComfyUI 0.33, of which `comfy/`, `comfyui_version.py`, `cuda_malloc.py` and
-`node_helpers.py` are used; what these import must be installed. FOLDER has the original
-`comfy_aimdo`; without, that column is left out. Nothing is downloaded: the checkpoints have random
-weights and are written to a temporary folder.
+`node_helpers.py` are used; what these import must be installed, and what they import and a Flux
+does not use (the list is ABSENT) is made up where it is not. FOLDER has the original
+`comfy_aimdo`; without, that column is left out. scripts/comfy-bundle.sh puts both together.
+Nothing is downloaded: the checkpoints have random weights, made on the GPU and written to
+`--folder`, where another run finds them again.
 
 Each measurement is a process that does what ComfyUI's main program and its executor do, without
-the server. Ours and the original's alternate, round by round, so that both see the same machine.
-What is printed, and fails the run: outputs that are not those of the plain run, bit by bit; device
-memory above the cap; growth over 20 runs. The floor of a case is computed here: the larger of the
-compute time (all in memory, no such allocator) and of the bytes that cannot be resident over the
-link's rate, both measured in this run. All cases take longer than ten minutes: `--cases` and
-`--caps` cut them into parts.
+the server, and is a line of output as it ends. Ours and the original's alternate, round by round,
+so that both see the same machine. A process loads its models, samples once (that is the cold run:
+nothing is on the device) and then `--runs` times more, whose median is the time; files are in the
+page cache. What is printed as FAILED and fails the run: outputs that are not those of the plain
+run, bit by bit; device memory above the cap; growth from run to run.
+
+The floor of a case is computed here: the larger of the compute time (all in memory, no such
+allocator) and of the bytes that cannot be resident over the link's rate, both measured in this
+run. What weights can have of the cap is what the context, PyTorch's tensors at their peak and the
+256 MiB that either allocator leaves free do not take.
+
+With `--seconds` no measurement begins later, and the run ends with 3 when one is left out. One
+takes 15 to 25 s: `--cases flux --rounds 1` makes 9 of them, each of the others 3 for each of its
+caps.
 
 This has not been run on a GPU yet.
 """
 
 import argparse
 import hashlib
+import importlib.abc
+import importlib.machinery
 import json
 import os
 import pathlib
 import statistics
+import struct
 import subprocess
 import sys
 import tempfile
 import time
+import types
 
 GIB = 1 << 30
 #: A Flux of 7.06 GiB in bfloat16.
@@ -51,89 +65,182 @@ FLUX = dict(
 #: Of every case: which checkpoints it takes, whether they are patched, how often it samples.
 CASES = {
     "flux": dict(models=["bf16"]),
-    "pair": dict(models=["bf16", "second"]),
-    "lora": dict(models=["bf16"], lora=True),
-    "fp8": dict(models=["fp8"]),
-    "cancel": dict(models=["bf16"], cancel=True),
-    "long": dict(models=["bf16"], runs=20),
+    "pair": dict(models=["bf16", "second"], caps=[4.0]),
+    "lora": dict(models=["bf16"], lora=True, caps=[4.0]),
+    "fp8": dict(models=["fp8"], caps=[3.0]),
+    "cancel": dict(models=["bf16"], cancel=True, caps=[4.0]),
+    "long": dict(models=["bf16"], runs=20, caps=[4.0]),
 }
 #: Of which the time counts; the others are for what comes out and what is held.
 TIMED = ("flux", "pair", "lora", "fp8")
+#: What either allocator leaves free of the card, in bytes.
+HEADROOM = 256 << 20
+#: Modules that the tree imports and a Flux does not use.
+ABSENT = ("PIL", "cv2", "scipy", "torchaudio", "torchvision")
+GROWTH = 64 << 20
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("tree", type=pathlib.Path)
     parser.add_argument("--original", type=pathlib.Path)
-    parser.add_argument("--caps", default="6,4,3")
+    parser.add_argument("--caps", help="in GiB, or all; in place of each case's own")
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--size", type=int, default=1024)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--runs", type=int, default=4, help="of a process, after its cold one")
     parser.add_argument("--cases", default=",".join(CASES))
+    parser.add_argument("--folder", type=pathlib.Path, help="of checkpoints, which stay there")
+    parser.add_argument("--seconds", type=float, default=float("inf"))
+    parser.add_argument("--json", type=pathlib.Path, help="each measurement is added, a line each")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     told = parser.parse_args()
     if told.child:
         return child(told, json.loads(told.child))
+    unknown = set(told.cases.split(",")) - set(CASES)
+    if unknown:
+        parser.error(f"there is no case {', '.join(unknown)}: {', '.join(CASES)}")
+    if told.folder is not None:
+        told.folder.mkdir(parents=True, exist_ok=True)
+        return parent(told, told.folder, run_child)
     with tempfile.TemporaryDirectory() as folder:
-        return parent(told, folder)
+        return parent(told, pathlib.Path(folder), run_child)
 
 
-def parent(told, folder):
-    def run(kind, cap, case, **more):
-        asked = dict(kind=kind, cap=cap, case=case, folder=folder, **more)
-        command = [sys.executable, __file__, str(told.tree), "--steps", str(told.steps)]
-        command += ["--size", str(told.size), "--child", json.dumps(asked)]
-        path = [str(told.original)] if kind == "original" else []
-        path = [*path, os.environ.get("PYTHONPATH", "")]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path))}
-        done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True)
-        if done.returncode:
-            sys.exit(f"{kind} at {cap} GiB, {case}: ended with {done.returncode}\n{done.stdout}")
-        return json.loads(done.stdout.splitlines()[-1])
+def run_child(told, folder, **asked):
+    """What a process of its own found."""
+    asked = dict(asked, folder=str(folder))
+    command = [sys.executable, "-u", os.path.abspath(__file__), str(told.tree.resolve())]
+    command += ["--steps", str(told.steps), "--size", str(told.size), "--runs", str(told.runs)]
+    command += ["--child", json.dumps(asked)]
+    path = [str(told.original.resolve())] if asked["kind"] == "original" else []
+    path = [*path, os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path))}
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True)
+    if done.returncode:
+        return {"died": f"ended with {done.returncode}: {done.stdout.strip()[-500:]}"}
+    return json.loads(done.stdout.splitlines()[-1])
 
-    made = run("make", None, "flux")
-    print(f"{made['device']}, {made['link'] / 1e9:.1f} GB/s from page-locked memory")
-    kinds = ["ours", "original"] if told.original else ["ours"]
-    failed = []
-    header = f"{'case':8}{'cap':>6}{'floor':>8}"
-    print(header + "".join(f"{kind:>10}{'x floor':>9}{'cold':>8}" for kind in kinds))
-    for case in told.cases.split(","):
-        plain = run("none", None, case)
-        for cap in [None, *map(float, told.caps.split(","))]:
-            times = {kind: [] for kind in kinds}
-            for _ in range(told.rounds if case in TIMED else 1):
-                for kind in kinds:
-                    found = run(kind, cap, case)
-                    times[kind].append((found["seconds"], found["cold"]))
-                    failed += check(case, kind, cap, plain, found)
-            floor = floor_of(plain, cap, made, told.steps)
-            line = f"{case:8}{cap or 'all':>6}{floor:8.3f}"
-            for kind in kinds:
-                warm, cold = (statistics.median(each) for each in zip(*times[kind]))
-                line += f"{warm:10.3f}{warm / floor:9.2f}{cold:8.2f}"
-            print(line, flush=True)
+
+class Late(Exception):
+    """There is no time for another measurement."""
+
+
+def parent(told, folder, run):
+    started = time.monotonic()
+    cases = told.cases.split(",")
+    failed, left_out = [], []
+
+    def measured(**asked):
+        if time.monotonic() - started > told.seconds:
+            raise Late
+        began = time.monotonic()
+        found = run(told, folder, **asked)
+        found["took"] = time.monotonic() - began
+        if told.json is not None:
+            with open(told.json, "a") as file:
+                print(json.dumps({**asked, **found}), file=file)
+        return found
+
+    names = sorted({name for case in cases for name in CASES[case]["models"]})
+    # Without these there is nothing, whatever the time is.
+    made = run(told, folder, kind="make", cap=None, case=cases[0], checkpoints=names)
+    made["took"] = time.monotonic() - started
+    if "died" in made:
+        sys.exit(f"no checkpoints: {made['died']}")
+    print(
+        f"{made['device']}, {made['link'] / 1e9:.1f} GB/s from page-locked memory; "
+        f"{', '.join(names)} in {made['took']:.0f} s",
+        flush=True,
+    )
+    for case in cases:
+        try:
+            failed += compare(told, case, made, measured)
+        except Late:
+            left_out.append(case)
     for said in failed:
         print("FAILED:", said)
-    return 1 if failed else 0
+    if left_out:
+        print(f"no time was left for all of: {', '.join(left_out)}")
+    return 1 if failed else 3 if left_out else 0
+
+
+def compare(told, case, made, measured):
+    """Measures a case; yields what is wrong."""
+    total = made["total"]
+    plain = measured(kind="none", cap=None, case=case, total=total)
+    if "died" in plain:
+        yield f"{case}, plain: {plain['died']}"
+        return
+    show(case, None, "plain", plain)
+    kinds = ["ours", "original"] if told.original else ["ours"]
+    for cap in caps_of(told, case):
+        floor, streamed = floor_of(plain, cap, made, told.steps)
+        times = {kind: [] for kind in kinds}
+        for _ in range(told.rounds if case in TIMED else 1):
+            for kind in kinds:
+                found = measured(kind=kind, cap=cap, case=case, total=total)
+                if "died" in found:
+                    yield f"{case}, {kind}, {name_of(cap)}: {found['died']}"
+                    continue
+                show(case, cap, kind, found)
+                times[kind].append((found["seconds"], found["cold"]))
+                yield from check(case, kind, cap, plain, found)
+        line = f"{case:7}{name_of(cap):>5} floor {floor:6.3f} s, {streamed / GIB:.2f} GiB a step:"
+        for kind in filter(times.get, kinds):
+            warm, cold = (statistics.median(each) for each in zip(*times[kind]))
+            line += f"  {kind} {warm:.3f} s = {warm / floor:.2f} x floor, cold {cold:.2f} s"
+        print(line, flush=True)
+
+
+def caps_of(told, case):
+    if told.caps:
+        return [None if cap == "all" else float(cap) for cap in told.caps.split(",")]
+    return CASES[case].get("caps", [None, 6.0, 4.0, 3.0])
+
+
+def name_of(cap):
+    return "all" if cap is None else f"{cap:g}"
+
+
+def show(case, cap, kind, found):
+    print(
+        f"{case:7}{name_of(cap):>5} {kind:9}load {found['load']:5.2f} first {found['first']:6.2f} "
+        f"then {' '.join(f'{seconds:.3f}' for seconds in found['all'])} s; "
+        f"{found['resident_bytes'] / GIB:.2f} GiB resident, {found['held_bytes'] / GIB:.2f} held "
+        f"above a context of {found['context_bytes'] / GIB:.2f}, grew "
+        f"{found['growth_bytes'] >> 20} MiB (process {found['took']:.0f} s)",
+        flush=True,
+    )
 
 
 def floor_of(plain, cap, made, steps):
-    """Seconds that no allocator gets below."""
+    """Seconds that no allocator gets below, and the bytes of a step that have to be streamed."""
     if cap is None:
-        return plain["seconds"]
-    # What the tensors of a step need is not there for weights.
-    room = max(cap * GIB - plain["tensor_bytes"], 0)
-    streamed = max(plain["weight_bytes"] - room, 0) * steps * plain["samples"]
-    return max(plain["seconds"], streamed / made["link"])
+        return plain["seconds"], 0
+    room = cap * GIB - HEADROOM - plain["context_bytes"] - plain["tensor_bytes"]
+    room, count = max(room, 0), plain["samples"]
+    weights = plain["weight_bytes"]
+    streamed = max(weights - room, 0)
+    if count == 1 or not streamed:
+        return max(plain["seconds"], streamed * steps / made["link"]), streamed
+    # Models in turn: each comes whole once and then what it has no room for, or each keeps a part.
+    one = weights / count
+    rest = max(one - room, 0)
+    in_all = min(streamed * steps, count * (one + rest * (steps - 1)))
+    return max(plain["seconds"], in_all / made["link"]), in_all / count / steps
 
 
 def check(case, kind, cap, plain, found):
-    said = f"{case}, {kind}, {cap or 'all'}: "
+    said = f"{case}, {kind}, {name_of(cap)}: "
     if found["outputs"] != plain["outputs"]:
         yield said + "the outputs are not those of the plain run"
-    if cap is not None and found["held_bytes"] > cap * GIB:
-        yield said + f"{found['held_bytes'] / GIB:.2f} GiB were held"
-    if found["growth_bytes"] > 64 << 20:
+    # The cap is of the card; what the context holds of it is not the allocator's.
+    if cap is not None and found["held_bytes"] + found["context_bytes"] > cap * GIB:
+        context = found["context_bytes"]
+        held = (found["held_bytes"] + context) / GIB
+        yield said + f"{held:.2f} GiB were held, {context / GIB:.2f} of that by the context"
+    if found["growth_bytes"] > GROWTH:
         yield said + f"grew by {found['growth_bytes'] >> 20} MiB"
 
 
@@ -141,6 +248,8 @@ def child(told, asked):
     case, kind = CASES[asked["case"]], asked["kind"]
     # Before this file's own folder, which has a module of the same name as the tree's package.
     sys.path[0] = str(told.tree)
+    # What scripts/comfy-bundle.sh puts beside it; what is installed comes first.
+    sys.path.append(str(told.tree.parent / "site"))
     sys.argv = ["main.py", "--disable-xformers", "--use-pytorch-cross-attention"]
     if kind in ("none", "make"):
         sys.argv += ["--disable-dynamic-vram"]
@@ -149,21 +258,67 @@ def child(told, asked):
 
         vbar.comfy.install(allocator=False)
     elif asked["cap"] is not None:
-        # Of the card's size; asked in a process of its own, since CUDA is not to be used yet.
-        program = "import torch; print(torch.cuda.mem_get_info()[1])"
-        total = int(subprocess.check_output([sys.executable, "-c", program]))
-        sys.argv += ["--vram-headroom", str(total / GIB - asked["cap"])]
+        # Of the card's size, which was asked in another process: CUDA is not to be used yet.
+        sys.argv += ["--vram-headroom", repr(asked["total"] / GIB - asked["cap"])]
     if kind == "ours":
+        import logging
+
         import vbar.comfy
 
         vbar.comfy.install()
+        # What its users see.
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("    %(name)s: %(message)s"))
+        logging.getLogger("vbar").addHandler(handler)
+        logging.getLogger("vbar").setLevel(logging.INFO)
     client = Client(kind)
+    folder = pathlib.Path(asked["folder"])
     if kind == "make":
-        found = make(client, pathlib.Path(asked["folder"]))
+        found = make(client, folder, asked["checkpoints"])
     else:
-        found = measure(client, told, asked, case)
+        # As the executor runs nodes.
+        with client.torch.inference_mode():
+            found = measure(client, told, folder, case)
     print(json.dumps(found))
     return 0
+
+
+class Absent(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Modules that are not installed, as far as an import needs them. Last of all finders."""
+
+    def find_spec(self, name, path, target=None):
+        if name.split(".")[0] not in ABSENT:
+            return None
+        if "." not in name:
+            print(f"    {name} is not installed: it is made up", file=sys.stderr)
+        return importlib.machinery.ModuleSpec(name, self, is_package=True)
+
+    def create_module(self, spec):
+        return MadeUp(spec.name)
+
+    def exec_module(self, module):
+        pass
+
+
+class MadeUp(types.ModuleType):
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return Whatever(name, (), {"__module__": self.__name__})
+
+
+class Whatever(type):
+    """A base class, the type of an annotation, a function: whatever it is, nobody may use it."""
+
+    def __getattr__(cls, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return Whatever(name, (), {"__module__": f"{cls.__module__}.{cls.__name__}"})
+
+    def __call__(cls, *_, **__):
+        if cls.__module__.split(".")[0] in ABSENT:
+            raise RuntimeError(f"{cls.__module__}.{cls.__name__} is used, and is not installed")
+        return super().__call__(*_, **__)
 
 
 class Client:
@@ -173,13 +328,19 @@ class Client:
         import comfy.options
 
         comfy.options.enable_args_parsing()
+        # Sets a variable that PyTorch reads as it is imported.
+        import cuda_malloc  # noqa: F401
+
         import comfy_aimdo.control as control
 
         self.is_dynamic = kind in ("ours", "original")
         if self.is_dynamic:
             assert control.init(simple_vram_headroom=None), "the allocator was not loaded"
         import torch
+        import transformers  # noqa: F401
 
+        # Behind that, which asks what is installed.
+        sys.meta_path.append(Absent())
         import comfy.memory_management as memory_management
         import comfy.model_management as management
         import comfy.model_patcher as model_patcher
@@ -199,6 +360,14 @@ class Client:
         free, total = self.torch.cuda.mem_get_info()
         return total - free
 
+    def resident(self, weight_bytes):
+        """Bytes of weights that are on the device: without VBARs all of them."""
+        if not self.is_dynamic:
+            return weight_bytes
+        import comfy_aimdo.model_vbar
+
+        return comfy_aimdo.model_vbar.vbars_analyze(0)
+
     def end_of_node(self):
         if not self.is_dynamic:
             return
@@ -210,45 +379,76 @@ class Client:
         comfy_aimdo.model_vbar.vbars_reset_watermark_limits()
 
 
-def make(client, folder):
-    """The checkpoints, and how fast the link is."""
+def make(client, folder, names):
+    """The checkpoints that are not there yet, and how fast the link is."""
     torch = client.torch
-    import safetensors.torch
-
     import comfy.ops
     from comfy.ldm.flux.model import Flux
 
     plain = comfy.ops.disable_weight_init
     built = Flux(dtype=torch.bfloat16, device="meta", operations=plain, **FLUX)
-    for name, seed in (("bf16", 1), ("second", 2)):
-        generator = torch.Generator().manual_seed(seed)
-        weights = {}
-        for key, value in built.state_dict().items():
-            drawn = torch.empty(value.shape).normal_(0, 0.02, generator=generator)
-            weights[key] = (drawn + (1 if key.endswith("scale") else 0)).to(torch.bfloat16)
-        safetensors.torch.save_file(weights, str(folder / f"{name}.safetensors"))
-        if seed == 1:
-            # Matrices only: norms and biases stay, so that types are mixed.
-            kind = torch.float8_e4m3fn
-            weights = {
-                key: value.to(kind) if value.ndim == 2 else value for key, value in weights.items()
-            }
-            safetensors.torch.save_file(weights, str(folder / "fp8.safetensors"))
-        del weights
-    source = torch.empty(GIB, dtype=torch.uint8, pin_memory=True)
-    target = torch.empty(GIB, dtype=torch.uint8, device="cuda")
+    shapes = {name: tuple(value.shape) for name, value in built.state_dict().items()}
+    for name in names:
+        path = folder / f"{name}.safetensors"
+        if not path.exists():
+            partial = path.with_suffix(".partial")
+            seed = 2 if name == "second" else 1
+            write_checkpoint(torch, partial, shapes, seed, fp8=name == "fp8")
+            partial.rename(path)
+    nbytes = GIB // 2
+    source = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+    target = torch.empty(nbytes, dtype=torch.uint8, device="cuda")
     best = 0.0
-    for _ in range(5):
+    for _ in range(6):
         torch.cuda.synchronize()
         start = time.perf_counter()
         target.copy_(source, non_blocking=True)
         torch.cuda.synchronize()
-        best = max(best, GIB / (time.perf_counter() - start))
-    return dict(device=torch.cuda.get_device_name(), link=best)
+        best = max(best, nbytes / (time.perf_counter() - start))
+    total = torch.cuda.mem_get_info()[1]
+    return dict(device=torch.cuda.get_device_name(), link=best, total=total)
 
 
-def measure(client, told, asked, case):
-    torch, folder = client.torch, pathlib.Path(asked["folder"])
+def write_checkpoint(torch, path, shapes, seed, fp8):
+    """A safetensors file, tensor by tensor: all of it is at no time in memory."""
+    # Matrices only: norms and biases stay, so that types are mixed.
+    is_fp8 = {name: fp8 and len(shape) == 2 for name, shape in shapes.items()}
+    header, end = {}, 0
+    for name, shape in shapes.items():
+        begin = end
+        elements = 1
+        for length in shape:
+            elements *= length
+        end += elements * (1 if is_fp8[name] else 2)
+        kind = "F8_E4M3" if is_fp8[name] else "BF16"
+        header[name] = {"dtype": kind, "shape": list(shape), "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    generator = torch.Generator("cuda").manual_seed(seed)
+    with open(path, "wb", buffering=0) as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        for name, shape in shapes.items():
+            drawn = torch.empty(shape, dtype=torch.float32, device="cuda")
+            drawn.normal_(0, 0.02, generator=generator)
+            drawn = (drawn + (1 if name.endswith("scale") else 0)).to(torch.bfloat16)
+            if is_fp8[name]:
+                drawn = drawn.to(torch.float8_e4m3fn)
+            view = memoryview(drawn.reshape(-1).view(torch.uint8).cpu().numpy())
+            while view:
+                view = view[file.write(view) :]
+        assert file.tell() == 8 + len(text) + end, path
+
+
+def shapes_of(path):
+    """Of the tensors of a safetensors file."""
+    with open(path, "rb") as file:
+        length = struct.unpack("<Q", file.read(8))[0]
+        header = json.loads(file.read(length))
+    return {name: told["shape"] for name, told in header.items() if name != "__metadata__"}
+
+
+def measure(client, told, folder, case):
+    torch = client.torch
     import comfy.sample
     import comfy.sd
 
@@ -256,7 +456,8 @@ def measure(client, told, asked, case):
     paths = [folder / f"{name}.safetensors" for name in case["models"]]
     models = [comfy.sd.load_diffusion_model(str(path)) for path in paths]
     if case.get("lora"):
-        models = [patched(client, model) for model in models]
+        models = [patched(client, model, shapes_of(path)) for model, path in zip(models, paths)]
+    loaded = time.perf_counter()
     weight_bytes = sum(model.model_size() for model in models)
     held = 0
 
@@ -286,7 +487,7 @@ def measure(client, told, asked, case):
         return hashlib.sha256(samples.float().cpu().numpy().tobytes()).hexdigest()
 
     outputs = [draw(model, 7) for model in models]
-    cold = time.perf_counter() - start
+    cold = time.perf_counter()
     if case.get("cancel"):
         for at in (2, 5):
             try:
@@ -296,10 +497,10 @@ def measure(client, told, asked, case):
                 pass
     torch.cuda.reset_peak_memory_stats()
     seconds, first, last = [], None, None
-    for run in range(case.get("runs", 3)):
-        start = time.perf_counter()
+    for run in range(case.get("runs", told.runs)):
+        began = time.perf_counter()
         again = [draw(model, 7) for model in models]
-        seconds.append(time.perf_counter() - start)
+        seconds.append(time.perf_counter() - began)
         assert again == outputs, f"run {run} has another output than the first"
         last = client.held()
         first = first or last
@@ -307,9 +508,14 @@ def measure(client, told, asked, case):
     peak = torch.cuda.max_memory_allocated()
     return dict(
         seconds=statistics.median(seconds),
-        cold=cold,
+        all=seconds,
+        load=loaded - start,
+        first=cold - loaded,
+        cold=cold - start,
         outputs=outputs,
         held_bytes=held,
+        context_bytes=client.before,
+        resident_bytes=client.resident(weight_bytes),
         growth_bytes=last - first,
         weight_bytes=weight_bytes,
         tensor_bytes=max(peak - weight_bytes, 0),
@@ -317,18 +523,20 @@ def measure(client, told, asked, case):
     )
 
 
-def patched(client, model):
+def patched(client, model, of_file):
     """A model with a LoRA of rank 16 on every matrix of its blocks."""
     torch = client.torch
     import comfy.lora
 
     keys = comfy.lora.model_lora_keys_unet(model.model, {})
     generator, weights = torch.Generator().manual_seed(3), {}
-    shapes = {key: value.shape for key, value in model.model.state_dict().items()}
+    # Of the file: with VBARs the modules hold no weights.
+    shapes = {f"diffusion_model.{name}": shape for name, shape in of_file.items()}
     for name, key in keys.items():
-        if not name.startswith("lora_unet_") or "blocks" not in name or len(shapes[key]) != 2:
+        shape = shapes.get(key, ()) if isinstance(key, str) else ()
+        if not name.startswith("lora_unet_") or "blocks" not in name or len(shape) != 2:
             continue
-        rows, columns = shapes[key]
+        rows, columns = shape
         up, down = torch.empty(rows, 16), torch.empty(16, columns)
         weights[f"{name}.lora_up.weight"] = up.normal_(0, 0.01, generator=generator)
         weights[f"{name}.lora_down.weight"] = down.normal_(0, 0.01, generator=generator)

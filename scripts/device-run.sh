@@ -8,8 +8,8 @@
 # The parts are suite, programs, python, torch, examples, bench, stream and model; without a name,
 # all of them. Others have to be named. `distributed` needs two GPUs and fails with fewer. `sanitizer`
 # needs compute-sanitizer and takes its time, SANITIZER_TOOLS=memcheck runs one of its two tools. `comfy`
-# needs a ComfyUI 0.33 at COMFY_TREE with what it imports, and takes the folder of the original
-# allocator as COMFY_ORIGINAL.
+# needs what scripts/comfy-bundle.sh makes, at COMFY_BUNDLE (../comfy-bundle), or a ComfyUI 0.33 at
+# COMFY_TREE with what it imports and the folder of the original allocator as COMFY_ORIGINAL.
 #
 # Where a command may take ten minutes and no more: `due` runs what has to pass on one GPU within
 # DUE_SECONDS, several parts at once, prints a line for each, and packs what they said into
@@ -151,12 +151,21 @@ distributed() {
     step 560 python3 -u tests/python/test_torch_distributed_gpu.py
 }
 
-# ComfyUI on vbar beside the original allocator and none: COMFY has more options of benches/comfy.py.
+# ComfyUI on vbar beside the original allocator and none: COMFY has more options of benches/comfy.py,
+# as `--cases flux --caps 4`. Checkpoints stay in COMFY_FOLDER, for the next part on this machine.
 comfy() {
-    : "${COMFY_TREE:?says where a ComfyUI 0.33 is}"
+    local bundle=${COMFY_BUNDLE:-../comfy-bundle} original
+    local tree=${COMFY_TREE:-$bundle/tree}
+    original=${COMFY_ORIGINAL-$bundle/original}
+    if [ ! -d "$tree/comfy" ]; then
+        echo "== no ComfyUI is in $tree: scripts/comfy-bundle.sh puts one there" >&2
+        failed=1
+        return
+    fi
     # shellcheck disable=SC2086
-    step 590 python3 -u benches/comfy.py "$COMFY_TREE" \
-        ${COMFY_ORIGINAL:+--original "$COMFY_ORIGINAL"} ${COMFY:-}
+    step 590 python3 -u benches/comfy.py "$tree" ${original:+--original "$original"} \
+        --folder "${COMFY_FOLDER:-/tmp/vbar-comfy}" --seconds "${COMFY_SECONDS:-480}" \
+        --json "${OUT:-.}/comfy.jsonl" ${COMFY:-}
 }
 
 bench() {
@@ -211,28 +220,31 @@ due_part() {
 due() {
     logs=$(mktemp -d)
     due_until=$((SECONDS + ${DUE_SECONDS:-500}))
-    # None of these wants the whole card, or looks at the clock.
-    { due_part programs 200; due_part python 120; } &
-    due_tests torch-stream 300 test_torch_stream_gpu.py Stream &
+    # None of these wants the whole card, or looks at the clock. Limits of classes of tests are
+    # twice what they took beside four others.
+    due_tests torch-compiled 400 test_torch_stream_gpu.py Compiled &
+    due_tests torch-stream 360 test_torch_stream_gpu.py Stream &
+    due_tests torch-transformers 280 test_torch_stream_gpu.py Transformers &
     {
-        due_tests torch-transformers 200 test_torch_stream_gpu.py Transformers
-        due_tests torch-graphs 120 test_torch_gpu.py Graphs Installing
+        due_part programs 200
+        due_part python 120
+        due_tests torch-graphs 180 test_torch_gpu.py Graphs Installing
     } &
     {
+        due_tests torch-streams 240 test_torch_gpu.py Ends Streams Operators
         due_tests torch-ends 120 test_torch_memory_gpu.py Ends Temporaries
-        due_tests torch-streams 120 test_torch_gpu.py Ends Streams Operators
     } &
     wait
-    # These fill it, compare what is free, or measure.
-    due_part suite 200
-    due_tests torch-requests 120 test_torch_gpu.py Requests Statistics Pools Memory Speed
-    due_tests torch-books 60 test_torch_memory_gpu.py Books
+    # These fill it, compare what is free, or measure; first those that had no time the last time.
     due_tests comfy 120 test_comfy_gpu.py
+    due_tests torch-large 120 test_torch_memory_gpu.py Large
     due_step torch-stream-bench 120 python3 -u benches/torch_stream.py --quick
-    due_step replay 120 python3 -u benches/torch_replay.py benches/torch_traces/traces/*.gz
     due_step stream-bench 120 \
         python3 -u benches/stream.py --workloads equal --budgets 25,50 --rounds 3
-    due_tests torch-large 120 test_torch_memory_gpu.py Large
+    due_step replay 120 python3 -u benches/torch_replay.py benches/torch_traces/traces/*.gz
+    due_part suite 200
+    due_tests torch-requests 230 test_torch_gpu.py Requests Statistics Pools Memory Speed
+    due_tests torch-books 60 test_torch_memory_gpu.py Books
     # Slow by its nature, so that it takes what is left.
     if declare -F sanitizer >/dev/null; then due_part sanitizer 300; fi
     if [ -s "$logs/failed" ]; then

@@ -17,8 +17,8 @@
 #![expect(unsafe_code, reason = "atexit, signal masks, an atomic in a mapping the kernel writes")]
 
 use std::ffi::OsString;
-use std::sync::Once;
 use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU8, AtomicU32, Ordering, fence};
+use std::sync::{Once, OnceLock};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -188,10 +188,23 @@ fn is_privileged() -> bool {
     unsafe { libc::getauxval(libc::AT_SECURE) != 0 }
 }
 
+/// What is done first of all at the exit, while calls may still be made.
+static LAST: OnceLock<fn()> = OnceLock::new();
+
+/// Has something done when the process exits by itself: `exit`, or the end of `main`. The first one
+/// counts. Whatever it locks may be held by the thread that exits, if a signal's handler exits: it
+/// must not wait for ever. The program's own means of telling may be gone.
+pub(crate) fn at_exit(last: fn()) {
+    let _ = LAST.set(last);
+}
+
 extern "C" fn on_exit() {
     // A forked child has none of its parent's threads.
     if ending() {
         return;
+    }
+    if let Some(last) = LAST.get() {
+        last();
     }
     asked().store(EXITING, Ordering::Relaxed);
     fence(Ordering::SeqCst);

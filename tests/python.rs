@@ -58,6 +58,9 @@ files! {
     test_faults
     test_ahead
     test_comfy
+    test_comfy_bench
+    test_comfy_report
+    test_comfy_residents
     test_comfy_start
     test_comfy_traces
     test_garbage

@@ -6,7 +6,7 @@ import ctypes
 import os
 from typing import TYPE_CHECKING, Any, Callable, Iterable, SupportsIndex
 
-from . import _abi, _library
+from . import _abi, _library, _log
 from ._call import call, text_of
 from ._closeable import Closeable
 from ._errors import InvalidArgument
@@ -127,6 +127,8 @@ class Device(Closeable):
         """Takes an id from the function that makes one."""
         lib = _library.load()
         self._lib, self._owned = lib, Owned(lib.vbar_device_close)
+        # From here on the library keeps what the logger wants, and what it warns of as it opens.
+        _log.deliver()
         self._id = self._owned.open(function, *arguments)
         try:
             self._info = self._read_info()

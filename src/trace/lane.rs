@@ -120,7 +120,8 @@ pub fn stop() -> Trace {
     };
     let stopped_ns = clock_ns();
     let threads = session.lanes.iter().filter_map(|lane| {
-        let mut buffer = lane.buffer.lock();
+        // Nobody holds it for longer, but the exiting thread itself in the middle of a record.
+        let mut buffer = lane.buffer.try_lock_for(PATIENCE)?;
         buffer.closed = true;
         let records = std::mem::take(&mut buffer.records);
         (!records.is_empty()).then(|| Thread { name: lane.name.clone(), records })

@@ -1,5 +1,6 @@
 //! `vbar doctor`: verdicts with advice, the same for people and programs, and the exit code.
 
+use std::path::Path;
 use std::process::Command;
 
 use serde_json::Value;
@@ -217,4 +218,100 @@ fn the_disk_of_a_model_is_measured_unless_told_otherwise() {
         let lines = report["lines"].as_array().unwrap();
         assert!(lines.iter().any(|line| line["topic"] == "disk"), "{report}");
     }
+}
+
+/// A ComfyUI, and packages for a Python, that are there by their names alone.
+fn comfy(torch: &str, cuda: &str) -> tempfile::TempDir {
+    let folder = tempfile::tempdir().unwrap();
+    let write = |name: &str, content: &str| {
+        let path = folder.path().join(name);
+        std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+        std::fs::write(path, content).unwrap();
+    };
+    write("ComfyUI/main.py", "raise SystemExit('it is not to be started')\n");
+    write("ComfyUI/comfy/__init__.py", "");
+    write("ComfyUI/comfyui_version.py", "__version__ = \"0.33.0\"\n");
+    write("ComfyUI/requirements.txt", "torch\ncomfy-aimdo==0.4.13\n");
+    write("ComfyUI/extra_model_paths.yaml", "");
+    write("packages/torch/__init__.py", "raise SystemExit('it is not to be imported')\n");
+    let version = format!("__version__ = '{torch}'\ncuda: Optional[str] = {cuda}\n");
+    write("packages/torch/version.py", &version);
+    write("packages/comfy_aimdo/control.py", "");
+    write("packages/comfy_aimdo-0.4.12.dist-info/METADATA", "Name: comfy-aimdo\nVersion: 0.4.12\n");
+    let models = folder.path().join("ComfyUI/models/unet/large.safetensors");
+    std::fs::create_dir_all(models.parent().unwrap()).unwrap();
+    json(0, &["synth", text(&models), "--bytes", "16M", "--json"]);
+    folder
+}
+
+/// What the doctor says of it; the package of vbar is the repository's own.
+fn examined(tree: &Path, folder: &Path, code: i32, arguments: &[&str]) -> Value {
+    let shim = concat!(env!("CARGO_MANIFEST_DIR"), "/python_shim");
+    let path = format!("{}:{shim}", folder.join("packages").display());
+    let start = ["doctor", "--device", SIM, "--json", "--no-measure", "--comfy", text(tree)];
+    let output = vbar(&[&start[..], arguments].concat())
+        .env("PYTHONPATH", path)
+        .env_remove("VIRTUAL_ENV")
+        .env_remove("PYTORCH_CUDA_ALLOC_CONF")
+        .output()
+        .unwrap();
+    let errors = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(code), "{errors}");
+    let report = serde_json::from_slice(&output.stdout).unwrap();
+    check_lines(&report);
+    report
+}
+
+#[test]
+fn comfyui_is_looked_at_and_nothing_of_it_imported() {
+    let folder = comfy("2.11.0+cu130", "'13.0'");
+    let arguments = ["--", "--listen", "--disable-dynamic-vram"];
+    let report = examined(&folder.path().join("ComfyUI"), folder.path(), 0, &arguments);
+    let told = |topic: &str| line(&report, topic)["text"].as_str().unwrap().to_owned();
+    assert!(told("ComfyUI").starts_with("0.33.0 in "), "{}", told("ComfyUI"));
+    assert_eq!(told("torch"), "2.11.0+cu130 for CUDA 13.0");
+    let aimdo = told("comfy_aimdo");
+    assert!(aimdo.starts_with("0.4.12 in ") && aimdo.contains("0.4.13 is asked for"), "{aimdo}");
+    assert!(told("vbar for Python").contains("python_shim/vbar"), "{}", told("vbar for Python"));
+    assert!(told("models").starts_with("1 file of 16.0 MiB in "), "{}", told("models"));
+    assert!(told("models").contains("extra_model_paths.yaml"), "{}", told("models"));
+    assert_eq!(line(&report, "arguments")["verdict"], "note");
+    assert!(told("arguments").starts_with("--disable-dynamic-vram makes"), "{report:#}");
+    let comfy = &report["comfy"];
+    assert_eq!(comfy["python"]["torch_cuda"], "13.0");
+    assert_eq!(comfy["arguments"], serde_json::json!(["--listen", "--disable-dynamic-vram"]));
+    assert!(number(comfy, "page_locked_max_bytes") > 0);
+    // Its main program is its folder too; without an argument nothing is said of any.
+    let main = folder.path().join("ComfyUI/main.py");
+    let report = examined(&main, folder.path(), 0, &[]);
+    assert_eq!(line(&report, "ComfyUI")["verdict"], "ok");
+    let files: Vec<_> = std::fs::read_dir(folder.path().join("ComfyUI")).unwrap().collect();
+    assert_eq!(files.len(), 6, "something was left there: {files:?}");
+}
+
+#[test]
+fn a_torch_without_cuda_makes_comfyui_unfit() {
+    let folder = comfy("2.11.0+cpu", "None");
+    let report = examined(&folder.path().join("ComfyUI"), folder.path(), 1, &[]);
+    assert_eq!(line(&report, "torch")["text"], "2.11.0+cpu was not built for CUDA");
+    assert!(report["comfy"]["python"]["torch_cuda"].is_null());
+    assert_eq!(report["comfy"]["models"]["disk"], Value::Null);
+}
+
+#[test]
+fn a_folder_that_is_no_comfyui_is_an_error_and_none_a_note() {
+    let folder = tempfile::tempdir().unwrap();
+    let arguments = ["doctor", "--device", SIM, "--no-measure", "--comfy", text(folder.path())];
+    let output = output(&arguments);
+    assert_eq!(output.status.code(), Some(3));
+    assert!(String::from_utf8_lossy(&output.stderr).contains("no ComfyUI is there"));
+    let none = ["doctor", "--device", SIM, "--no-measure", "--json", "--comfy"];
+    let output = vbar(&none).current_dir(folder.path()).env("PATH", folder.path()).output();
+    let report: Value = serde_json::from_slice(&output.unwrap().stdout).unwrap();
+    check_lines(&report);
+    assert_eq!(line(&report, "ComfyUI")["verdict"], "note");
+    assert_eq!(line(&report, "Python")["verdict"], "problem");
+    // Arguments of ComfyUI are not the program's.
+    let without = ["doctor", "--device", SIM, "--", "--listen"];
+    assert_eq!(crate::program::output(&without).status.code(), Some(2));
 }

@@ -10,6 +10,8 @@ import json
 import os
 import pathlib
 import random
+import resource
+import signal
 import struct
 import subprocess
 import sys
@@ -164,22 +166,19 @@ def same(found, wanted, what=""):
 
 
 def run(program, *arguments, seconds=200, **environment):
-    """Runs a program; how it ended and what it printed, both outputs in their order."""
-    done = subprocess.run(
-        _command(program, arguments),
-        env=_environment(environment),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=seconds,
-    )
-    return done.returncode, done.stdout
+    """Runs a program; how it ended and what it printed, both outputs in their order.
+
+    When its time is over it is killed, and says where it was.
+    """
+    (result,) = run_together(program, [arguments], seconds, **environment)
+    return result
 
 
 def run_together(program, lists_of_arguments, seconds=200, **environment):
     """Runs a program several times at once; of each how it ended and what it printed.
 
-    When one of them fails the others, which may wait for it for ever, are given a few seconds.
+    When one of them fails the others, which may wait for it for ever, are given a few seconds. Who
+    is killed says where it was.
     """
     with contextlib.ExitStack() as stack:
         started = []
@@ -200,13 +199,19 @@ def run_together(program, lists_of_arguments, seconds=200, **environment):
             time.sleep(0.05)
         results = []
         for process, printed in started:
-            _end(process)
+            _end(process, said=True)
             printed.seek(0)
             results.append((process.returncode, printed.read().decode(errors="replace")))
         return results
 
 
-def _end(process):
+def _end(process, said=False):
+    if said and process.poll() is None:
+        # Its fault handler prints the stacks of all threads, and ends it, without a core.
+        resource.prlimit(process.pid, resource.RLIMIT_CORE, (0, 0))
+        process.send_signal(signal.SIGABRT)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(5)
     if process.poll() is None:
         process.kill()
         process.wait()

@@ -5,7 +5,9 @@ Fails where there is no GPU or no torch: it is run on purpose, on a machine that
 
     VBAR_LIBRARY=.../libvbar.so PYTHONPATH=python_shim python3 tests/python/test_comfy_gpu.py
 
-Each test is a process of its own. This has not been run on a GPU yet.
+Each test is a process of its own. Two of them passed on an H200 (`is_started_by_one_command`,
+`are_written_from_the_device`), the first failed there for a wrong expectation and was not run since;
+the others have not been run on a GPU yet.
 """
 
 import os
@@ -129,6 +131,14 @@ START = """
             for index in range(len(self.layers)):
                 self.layer(index, **options)
 
+    def what_fits(layer):
+        '''Layers in what the context, buffers and tensors leave of the cap.'''
+        budget = control.get_devctx(0).device.statistics().budget_bytes
+        buffers = sum(buffer.size() for buffer in Model.buffers.values())
+        print("budget", budget >> 20, "buffers", buffers >> 20,
+              "tensors", torch.cuda.memory_reserved() >> 20, "MiB")
+        return (budget - buffers - torch.cuda.max_memory_reserved()) // layer
+
     def end_of_node():
         for stream in Model.streams:
             stream.synchronize()
@@ -157,8 +167,10 @@ class Comfy(unittest.TestCase):
                     for step in range(4):
                         model.hits = 0
                         model.step()
+                    fits = what_fits(96 * MIB)
+                    print(source, "of 24 layers", model.hits, "were resident,", fits, "fit")
+                    assert fits >= 4 and model.hits >= fits - 1, (model.hits, fits)
                     end_of_node()
-                    assert model.hits >= 12, model.hits
                 used = control.get_total_vram_usage()
                 assert used <= 2 * GIB, used
                 print(source, "resident", model.bar.loaded_size() >> 20, "MiB")
@@ -273,6 +285,9 @@ class Comfy(unittest.TestCase):
                     "assert vbar.torch.is_installed() and vbar.torch.check_in_use()\n"
                     "stats = torch.cuda.memory_stats()\n"
                     "print(stats['active_bytes.all.current'], sys.argv[1:])\n"
+                    # Where PyTorch reads its variable for the first time, by versions.
+                    "assert torch.cuda.get_allocator_backend() == 'pluggable'\n"
+                    "assert torch.ones(5).pin_memory().cuda().sum().item() == 5\n"
                 )
             path = os.pathsep.join([str(ROOT / "python_shim"), os.environ.get("PYTHONPATH", "")])
             done = subprocess.run(

@@ -23,11 +23,14 @@ MAIN = """
     assert __name__ == "__main__" and sys.modules["__main__"].__file__ == __file__
     assert "torch" not in sys.modules, "torch should never be imported before this point"
     os.environ["STAND_IN_DEVICES"] = "1"
+    os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "backend:cudaMallocAsync"
     import beside
     import comfy_aimdo.control
     comfy_aimdo.control.init(simple_vram_headroom=None, nvml_pressure=True)
     import torch
     torch.cuda.current_device()
+    if torch._C._current is not None:
+        torch._C._read_settings()
     import comfy_aimdo.host_buffer, comfy_aimdo.model_vbar
     devices = ((index, 0) for index in [0])
     print("devices", getattr(comfy_aimdo.control, "init_devices", lambda _: None)(devices))
@@ -103,6 +106,47 @@ class Start(unittest.TestCase):
         code, output, errors = self.python(self.main)
         self.assertEqual(code, 0, errors)
         self.assertIn("file comfy_aimdo True", output)
+
+    def test_a_restart_comes_back_on_vbar(self):
+        # As ComfyUI-Manager does it, and with the functions around it.
+        self.main.write_text(textwrap.dedent("""
+            import logging, os, sys
+            logging.basicConfig(level=logging.INFO)
+            import comfy_aimdo.control
+            how = sys.argv[1]
+            print(how, comfy_aimdo.control.lib != "the original", sys.argv, flush=True)
+            if how == "done":
+                sys.exit(5)
+            sys_argv = [sys.argv[0], "done", *sys.argv[2:]]
+            cmds = [sys.executable] + sys_argv
+            if how == "execv":
+                os.execv(sys.executable, cmds)
+            if how == "execve":
+                os.execve(sys.executable, [sys.executable, "-X", "dev", *sys_argv], os.environ)
+            if how == "execl":
+                os.execl(sys.executable, *cmds)
+            if how == "execvp":
+                os.execvp(os.path.basename(sys.executable), cmds)
+            if how == "spawn":
+                os.spawnv(os.P_WAIT, sys.executable, cmds)
+            if how == "other":
+                os.execv("/bin/echo", ["echo", *cmds])
+        """))
+        cases = [(how, self.main) for how in ("execve", "execl", "execvp", "spawn")]
+        cases += [("execv", path) for path in (self.main, "ComfyUI/main.py", "ComfyUI")]
+        for how, path in cases:
+            told = self.python("-m", "vbar.comfy", path, how, "--port", "8188")
+            code, output, errors = told
+            self.assertEqual(code, 0 if how == "spawn" else 5, errors)
+            first, second = output.splitlines()
+            self.assertEqual(first.split(" ")[:2], [how, "True"])
+            self.assertEqual(second, first.replace(how, "done"))
+            self.assertIn("restarting on vbar: ", errors)
+        # What is no restart of it is as it was; so is one that was started plain.
+        code, output, _ = self.python("-m", "vbar.comfy", self.main, "other")
+        self.assertEqual((code, "vbar.comfy" in output), (0, False))
+        code, output, errors = self.python("-m", "vbar.comfy", self.main, "execv", "--vbar-off")
+        self.assertEqual((code, output.count(" False ")), (5, 2), errors)
 
     def test_what_is_wrong_is_said(self):
         for arguments in ((), ("--help",), (self.folder / "none.py",)):

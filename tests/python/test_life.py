@@ -2,13 +2,16 @@
 
 import gc
 import itertools
+import json
+import os
 import random
+import textwrap
 import threading
 import unittest
 import weakref
 
 import vbar
-from support import PAGE, Case, Sim, check_program, open_device, pattern, spec
+from support import PAGE, Case, Sim, check_program, open_device, pattern, run_program, spec
 
 ALL = """
     import sys, threading, vbar
@@ -28,6 +31,90 @@ ALL = """
     names = ["device", "bar", "allocation", "model", "guard", "refill", "raw", "many", "view",
              "interface", "capsule"]
 """
+
+
+class Traced(Case):
+    """`VBAR_TRACE` in a program that has the library and knows nothing of it."""
+
+    START = """
+        import os, sys, threading, time, vbar
+        device = vbar.Device("sim:capacity=64M", headroom=0, page_size="2M")
+        bar = device.create_bar("8M")
+        with bar.fault(0, 64, stream=0):
+            pass
+    """
+
+    #: Nobody closes it any more.
+    HELD = "import ctypes\nctypes.pythonapi.Py_IncRef(ctypes.py_object(device))\n"
+
+    def trace(self, program, code=0, name="trace.json", errors=""):
+        """The names of the spans in the file, `None` where there is no trace in it."""
+        path = self.folder / name
+        whole = textwrap.dedent(self.START) + textwrap.dedent(program)
+        told = run_program(whole, VBAR_TRACE=str(path))
+        self.assertEqual(told[0], code, told)
+        self.assertIn(errors, told[2])
+        found = list(self.folder.glob("trace*.json"))
+        if not found or not found[0].stat().st_size:
+            return None
+        with open(found[0]) as file:
+            told = json.load(file)
+        os.unlink(found[0])
+        return {event["name"] for event in told["traceEvents"] if event["ph"] == "X"}
+
+    def test_it_is_written_at_every_end_but_a_sudden_one(self):
+        held = self.HELD
+        for program, code in (
+            ("", 0),
+            ("device.close()", 0),
+            # As PyTorch's allocator does, which lives as long as the process.
+            (held, 0),
+            (held + "sys.exit(3)", 3),
+            (held + "1 / 0", 1),
+            (held + "stop = threading.Event()\n"
+             "def work():\n"
+             "    while True:\n"
+             "        with bar.fault(0, 64, stream=0): pass\n"
+             "threading.Thread(target=work, daemon=True).start()\n"
+             "time.sleep(0.05)\n", 0),
+        ):
+            found = self.trace(program, code)
+            self.assertLessEqual({"fault", "map", "unpin"}, found or set(), program)
+        for program, code in (
+            (held + "os._exit(0)", 0),
+            (held + "os.execv('/bin/true', ['true'])", 0),
+            (held + "os.kill(os.getpid(), 9)", -9),
+        ):
+            self.assertIsNone(self.trace(program, code), program)
+
+    def test_a_child_does_not_write_over_its_parents(self):
+        program = """
+            child = os.fork()
+            if child == 0:
+                sys.exit(0)
+            assert os.waitpid(child, 0)[1] == 0
+            assert os.path.getsize(os.environ["VBAR_TRACE"]) == 0
+            bar.prioritise()
+            device.refresh()
+        """
+        for held in ("", self.HELD):
+            self.assertIn("budget_change", self.trace(held + textwrap.dedent(program)))
+
+    def test_each_process_has_one_where_the_name_says_so(self):
+        self.assertIn("fault", self.trace("", name="trace-%p.json"))
+
+    def test_a_file_that_cannot_be_written_is_told_and_changes_nothing(self):
+        told = "import logging\nlogging.basicConfig()\ndevice.statistics()\n"
+        start = "import logging\nlogging.basicConfig()\n" + textwrap.dedent(self.START)
+        code, _, errors = run_program(start + told, VBAR_TRACE="/nowhere/trace.json")
+        self.assertEqual(code, 0, errors)
+        self.assertIn("VBAR_TRACE: no trace of this run: /nowhere/trace.json", errors)
+        code, _, errors = run_program(
+            textwrap.dedent(self.START) + self.HELD,
+            VBAR_TRACE="/dev/full",
+        )
+        self.assertEqual(code, 0)
+        self.assertIn("vbar: VBAR_TRACE: /dev/full: No space left", errors)
 
 
 class Orders(Case):

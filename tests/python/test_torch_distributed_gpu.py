@@ -28,7 +28,9 @@ SETTINGS = {
 }
 
 START = """
-    import copy, ctypes, datetime, gc, os, sys, threading
+    import copy, ctypes, datetime, faulthandler, gc, os, sys, threading
+    # Whoever waits for ever says where, before it is killed.
+    faulthandler.dump_traceback_later(50 if len(sys.argv) > 2 else 150, exit=True)
     import torch
     from torch import nn
     import torch.nn.functional as F
@@ -229,8 +231,9 @@ class Processes(Case):
             fully_shard(sharded)
             device, bar = pressure()
             before = device.statistics().evicted_page_count
-            one = torch.optim.AdamW(plain.parameters(), lr=1e-2)
-            other = torch.optim.AdamW(sharded.parameters(), lr=1e-2)
+            # In proportion to gradients, so that what is rounded otherwise stays as small as it is.
+            one = torch.optim.SGD(plain.parameters(), lr=0.5, momentum=0.9)
+            other = torch.optim.SGD(sharded.parameters(), lr=0.5, momentum=0.9)
             for turn in range(4):
                 torch.manual_seed(100 + turn)
                 batch = torch.randn(2, 256, 512, device="cuda")

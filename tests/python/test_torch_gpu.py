@@ -373,18 +373,46 @@ class Graphs(Case):
             assert float(inside.sum()) == 2.0 * (1 << 20)
         """)
 
-    def test_compiled_functions_with_graphs(self):
+    def test_compiled_functions_have_no_graphs(self):
         self.check("""
             model = torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.ReLU(),
                                         torch.nn.Linear(256, 256)).cuda().eval()
             compiled = torch.compile(model, mode="reduce-overhead")
-            with torch.no_grad():
+            held = []
+            with warnings.catch_warnings(record=True) as told, torch.no_grad():
+                warnings.simplefilter("always")
                 for turn in range(6):
                     given = torch.randn(32, 256, device="cuda")
-                    torch.testing.assert_close(compiled(given).clone(), model(given),
-                                               rtol=1e-3, atol=1e-3)
+                    held.append((compiled(given), model(given)))
                     del given
-            print("bytes of pools", seen("pool_bytes"))
+            # What a graph returned would be overwritten by the next replay.
+            for found, wanted in held:
+                torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-3)
+            assert any("without the CUDA graphs" in str(one.message) for one in told), told
+            # What it writes into its input would be lost.
+            def step(cache, x):
+                cache.add_(x)
+                return cache * 2
+            step = torch.compile(step, mode="reduce-overhead")
+            cache = torch.zeros(64, device="cuda")
+            for turn in range(4):
+                assert float(step(cache, torch.ones(64, device="cuda"))[0]) == 2.0 * (turn + 1)
+                assert float(cache[0]) == turn + 1.0
+            # Two of one class share their code: one would have the weights of the other.
+            class Own(torch.nn.Module):
+                def __init__(self):
+                    super().__init__()
+                    self.weight = torch.nn.Parameter(torch.randn(64, device="cuda"))
+                def forward(self, x):
+                    return x * self.weight + 1
+            with torch.no_grad():
+                pair = [Own(), Own()]
+                both = [torch.compile(one, mode="reduce-overhead") for one in pair]
+                for turn in range(3):
+                    x = torch.randn(8, 64, device="cuda")
+                    for one, compiled in zip(pair, both):
+                        torch.testing.assert_close(compiled(x), one(x))
+            assert seen("pool_bytes") == 0
         """, seconds=400)
 
 

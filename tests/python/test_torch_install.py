@@ -221,6 +221,33 @@ class Install(Case):
                 assert vbar.torch.check_in_use() == before + 2
             """, start=START, **{name: "max_split_size_mb:64,expandable_segments:True"})
 
+    def test_a_choice_of_pytorchs_own_allocators_is_taken_out_of_its_settings(self):
+        # As ComfyUI sets it on most cards.
+        program = """
+            import os
+            vbar.torch.install(**OPTIONS)
+            assert os.environ.get("PYTORCH_CUDA_ALLOC_CONF") == {left!r}, dict(os.environ)
+            torch._C._read_settings()
+            # Of a second call nothing is changed.
+            os.environ["PYTORCH_ALLOC_CONF"] = "backend:native"
+            vbar.torch.install()
+            assert os.environ["PYTORCH_ALLOC_CONF"] == "backend:native"
+        """
+        for given, left in (
+            ("backend:cudaMallocAsync", None),
+            ("max_split_size_mb:64, backend : native", "max_split_size_mb:64"),
+            ("pinned_use_background_threads:True", "pinned_use_background_threads:True"),
+        ):
+            settings = {"PYTORCH_CUDA_ALLOC_CONF": given}
+            self.check(program.format(left=left), start=START, **settings)
+        # Where PyTorch keeps its allocator the setting is its own.
+        self.check("""
+            import os
+            refused(vbar.torch.InstallError, "", vbar.torch.install, **OPTIONS)
+            assert os.environ["PYTORCH_CUDA_ALLOC_CONF"] == "backend:native"
+            torch._C._read_settings()
+        """, start=START, STAND_IN_MISSING="set_reset_fn", PYTORCH_CUDA_ALLOC_CONF="backend:native")
+
     def test_scenario_30_not_in_use_is_found_out(self):
         self.check("""
             vbar.torch.install(**OPTIONS)
@@ -400,15 +427,33 @@ class Compatible(Case):
         self.assertEqual(self.check(program), "0\n")
         self.assertEqual(self.check(program, NCCL_GRAPH_REGISTER="1"), "1\n")
 
-    def test_graphs_of_compiled_functions_are_no_trees(self):
+    def test_compiled_functions_have_no_graphs(self):
+        # Whether they were asked for by the mode, or by the global setting; and a warning says so.
         self.check("""
-            import torch._inductor.config
-            assert torch._inductor.config.triton.cudagraph_trees is False
-        """)
+            from unittest import mock
+            import torch._inductor.config as config
+            compiler = torch._TorchCompileInductorWrapper
+            asked = {"triton.cudagraphs": True, "max_autotune": True}
+            def settings(given):
+                return compiler(given)(None, [])
+            assert settings(asked) == asked
+            vbar.torch.install(**OPTIONS)
+            vbar.torch.install(**OPTIONS)
+            off = {"triton.cudagraphs": False}
+            words = "need PyTorch's own allocator"
+            assert warned(words, settings, asked) == {**asked, **off}
+            assert asked["triton.cudagraphs"] is True
+            assert settings({"max_autotune": True}) == {"max_autotune": True}
+            assert settings(off) == off
+            with mock.patch.object(config.triton, "cudagraphs", True):
+                assert warned(words, settings, {}) == off
+                assert settings(off) == off
+        """, start=START)
+
+    def test_without_a_compiler(self):
         self.check("""
-            import sys
-            sys.modules["torch._inductor.cudagraph_trees"] = sys
-            warned("compiled before vbar.torch.install()", vbar.torch.install, **OPTIONS)
+            del torch._TorchCompileInductorWrapper
+            vbar.torch.install(**OPTIONS)
         """, start=START)
 
 

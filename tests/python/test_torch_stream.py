@@ -13,7 +13,9 @@ import pickle
 import struct
 import sys
 import threading
+import types
 import unittest
+import warnings
 from unittest import mock
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent / "stand_in"))
@@ -23,7 +25,7 @@ from support import MIB, PAGE, Case, Sim, open_device, write_model  # noqa: E402
 
 import vbar  # noqa: E402
 import vbar.torch  # noqa: E402
-from vbar.torch import StreamError, WeightOffloaded, _units  # noqa: E402
+from vbar.torch import StreamError, WeightOffloaded, _export, _units  # noqa: E402
 
 WIDTH = 4
 CODES = {"F32": "f", "F16": "e", "F64": "d", "I64": "q"}
@@ -422,11 +424,153 @@ class Streams(Case):
         with mock.patch.object(torch._guards.TracingContext, "try_get", object):
             self.assertEqual(weight.untyped_storage().address, weight.data_ptr())
         self.refused("hand out", weight.untyped_storage)
-        with mock.patch.object(torch.compiler, "_is_exporting_flag", True):
-            described = torch.library.defined["fault_1"]["fake"]
-            self.refused("not exported", described, None, None, [torch.empty((1,))])
-        exporting = {"__name__": "torch.export._trace", "weight": weight}
+        described = torch.library.defined["fault_1"]["fake"]
+        exporting = {"__name__": "torch.export._trace", "weight": weight, "described": described}
+        exporting["given"] = torch.empty((1,))
         self.refused("not exported", eval, "weight.untyped_storage()", exporting)
+        self.refused("not exported", eval, "described(given, None, [given])", exporting)
+        compiling = dict(exporting, __name__="torch._dynamo.eval_frame")
+        eval("described(given, None, [given])", compiling)
+
+    def test_export_is_refused_before_it_reads_anything(self):
+        for one_graph in (False, True):
+            module = self.built()
+            self.stream(module, stack_tensors(), one_graph=one_graph)
+            self.evict()
+            outer = torch.nn.Module()
+            outer.inner = module
+            del torch._dense.done[:]
+            # The module, one that it is in, and a part of it.
+            for given in (module, outer, module.block0, module.block0.up):
+                names = [name for name, _ in given.named_modules()]
+                self.assertIn("", names)
+                exporting = {"__name__": "torch.export._trace", "given": given}
+                ask = "list(given.named_modules(remove_duplicate=False))"
+                self.refused("not exported", eval, ask, exporting)
+                with self.traced(), mock.patch.object(_export, "is_exported", None):
+                    self.assertEqual([name for name, _ in given.named_modules()], names)
+            self.assertEqual(torch._dense.done, [])
+            self.assertEqual(self.device.statistics().used_bytes, 0)
+            vbar.torch.unstream(module)
+            self.assertEqual(len(eval(ask, dict(exporting, given=outer))), 1 + 1 + 2 + 3 * 2)
+            self.assertNotIn("named_modules", module.__dict__)
+
+    def test_weights_are_not_moved_into_one_piece(self):
+        # As recurrent layers of PyTorch's do, when a forward finds others than the last one did.
+        class Recurrent(Block):
+            def flatten_parameters(self):
+                self.scale._told = torch.tensor([0.0] * WIDTH, device="cuda")._told
+
+            def forward(self, x):
+                self.flatten_parameters()
+                return super().forward(x)
+
+        tensors = stack_tensors()
+        with vbar.torch.empty_model():
+            module = Stack()
+            module.block1 = Recurrent()
+        self.stream(module, tensors)
+        address = module.block1.scale.data_ptr()
+        self.check_same(module, tensors)
+        self.assertEqual(module.block1.scale.data_ptr(), address)
+        vbar.torch.unstream(module)
+        module.block1.flatten_parameters()
+        self.assertEqual(module.block1.scale.tolist(), [0.0] * WIDTH)
+
+    def test_a_trace_is_refused(self):
+        module = self.built()
+        streaming = self.stream(module, stack_tensors())
+        with mock.patch.object(torch._C, "_tracing_state", object()):
+            self.refused("not traced", module, self.indexes)
+        self.check_no_pins(streaming)
+        self.check_same(module, stack_tensors())
+
+    def test_what_asks_nobody_is_asked_below(self):
+        # As C++ code of PyTorch's calls the dispatcher, with no `__torch_function__` before.
+        def operation(name, run, *arguments):
+            def call(*args, **kwargs):
+                return run(*args, **kwargs)
+
+            told = [
+                types.SimpleNamespace(
+                    name=name, alias_info=None if at is None else types.SimpleNamespace(is_write=at)
+                )
+                for name, at in arguments
+            ]
+            call._schema = types.SimpleNamespace(arguments=told)
+            call.__name__ = name
+            return call
+
+        module = self.built()
+        streaming = self.stream(module, stack_tensors(), patch={"block0.scale": lambda given: None})
+        wanted = numbers(WIDTH, 30)
+        cast = operation("_to_copy.default", lambda own: own.clone(), ("self", None))
+        alias = operation("alias.default", lambda own: own.detach(), ("self", False))
+        into = operation(
+            "copy_.default", lambda own, src: own.copy_(src), ("self", True), ("src", None)
+        )
+        for weight in (module.block0.scale, module.block1.scale, module.block0.shift):
+            below = type(weight).__torch_dispatch__
+            found = below(cast, (type(weight),), (weight,))
+            self.evict()
+            self.assertIs(type(found), torch.Tensor)
+            found = below(alias, (type(weight),), (weight,), {})
+            self.assertEqual(found._vbar_entry, weight._vbar_entry)
+            self.evict()
+            copied = torch.tensor([0.0] * WIDTH, device="cuda")
+            below(into, (type(weight),), (copied, weight))
+            self.evict()
+            self.assertEqual(copied.tolist(), weight.tolist())
+            self.refused("patch=", below, into, (type(weight),), (weight, copied))
+            named = {"self": weight, "src": copied}
+            self.refused("patch=", below, into, (type(weight),), (), named)
+            self.check_no_pins(streaming)
+        self.assertEqual(module.block0.scale.tolist(), wanted)
+        vbar.torch.unstream(module)
+        # The compiler knows them by what they are asked first.
+        self.lent(module, stack_tensors())
+        self.assertFalse(hasattr(type(module.block0.scale), "__torch_dispatch__"))
+
+    # What the compiler makes CUDA graphs of.
+
+    def test_scenario_56_what_uses_streamed_weights_has_no_cuda_graphs(self):
+        compiler = torch._TorchCompileInductorWrapper
+        asked = {"triton.cudagraphs": True}
+
+        def graph_of(*namespaces):
+            targets = [types.SimpleNamespace(namespace=each) for each in namespaces]
+            nodes = [types.SimpleNamespace(target=each) for each in [*targets, "output", print]]
+            inner = types.SimpleNamespace(graph=types.SimpleNamespace(nodes=nodes))
+            return types.SimpleNamespace(modules=lambda: [types.SimpleNamespace(), inner])
+
+        def settings(model):
+            with warnings.catch_warnings(record=True) as seen:
+                warnings.simplefilter("always")
+                found = compiler(dict(asked))(model, [])
+            self.assertEqual(len(seen), 0 if found == asked else 1)
+            self.assertEqual(found == asked, found["triton.cudagraphs"])
+            return found["triton.cudagraphs"], "".join(str(one.message) for one in seen)
+
+        class Compiling(Block):
+            def forward(self, x):
+                # As a compiler does that is called when this is first run.
+                found.append(settings(graph_of("aten")))
+                return super().forward(x)
+
+        found = []
+        with vbar.torch.empty_model():
+            module = Stack()
+            module.block1 = Compiling()
+        self.stream(module, stack_tensors())
+        self.check_same(module, stack_tensors())
+        vbar.torch.unstream(module, "cuda")
+        module(self.indexes)
+        # Within a streamed forward, and then no longer.
+        self.assertEqual([on for on, _ in found], [False, True])
+        self.assertIn("know nothing of faults", found[0][1])
+        # One that is lent weights by operations, wherever it is compiled.
+        self.assertEqual(settings(graph_of("aten", "prims")), (True, ""))
+        self.assertFalse(settings(graph_of("aten", "vbar"))[0])
 
     def test_scenario_56_graphs_break_at_the_forwards_unless_it_is_asked_for(self):
         module = self.built()
@@ -452,11 +596,27 @@ class Streams(Case):
         self.assertIn("cudagraph_unsafe", defined["fault_2"]["tags"])
         used = "Tensor(a!) order, Tensor[] results, Tensor[] weights) -> ()"
         self.assertEqual(defined["used"]["schema"], used)
-        given = [torch.empty((2, 3)), torch.empty((4,), dtype=torch.int64, device="cuda")]
-        made = defined["fault_2"]["fake"](None, None, given)
+        given = [torch.empty((2, 3)), torch.empty((4,), dtype=torch.int64)]
+        made = defined["fault_2"]["fake"](torch.empty((1,), device="cuda"), None, given)
         found = [(each.shape, each.dtype, each.device.type) for each in made]
-        wanted = [((2, 3), torch.float32, "cpu"), ((4,), torch.int64, "cuda")]
+        wanted = [((2, 3), torch.float32, "cuda"), ((4,), torch.int64, "cuda")]
         self.assertEqual(found, wanted)
+
+    def test_scenario_56_what_a_graph_is_given_has_no_address_of_the_bar(self):
+        module = self.built()
+        streaming = self.lent(module, stack_tensors())
+        self.evict()
+        loans = [unit._loan for unit in streaming._units]
+        loans += [entry.loan for entry in streaming._entries]
+        self.assertEqual(len(loans), 1 + 1 + 3 * 2 + 1 + 3 * 4)
+        for loan in loans:
+            for entry, weight in zip(loan._entries, loan.weights):
+                self.assertIs(type(weight), torch.nn.Parameter)
+                self.assertEqual((weight.shape, weight.dtype), (entry.shape, entry.plain.dtype))
+                self.assertEqual(weight.device.type, "cpu")
+                # As whoever exports, compiles or debugs looks into it.
+                weight.clone()
+        self.assertEqual(self.device.statistics().used_bytes, 0)
 
     def test_questions_need_no_memory(self):
         module = self.built()

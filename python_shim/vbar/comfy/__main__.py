@@ -7,6 +7,7 @@ import sys
 import types
 from typing import NoReturn
 
+from . import _restart
 from ._install import InstallError, install
 
 _USAGE = """\
@@ -31,6 +32,7 @@ def main(arguments: list[str]) -> None:
             install()
         except InstallError as error:
             _stop(f"vbar.comfy: {error}")
+        _restart.watch(path)
     run(path, given[1:])
 
 

@@ -16,8 +16,8 @@ from typing import Any, Optional, Tuple
 from .._bar import Bar
 from .._errors import Error
 from .._guard import Pins
-from .._values import Freed, PageState, Shortfall
-from . import _devices, _pins
+from .._values import Freed, PageState, Reason, Shortfall
+from . import _devices, _pins, _report
 
 logger = logging.getLogger("vbar.comfy")
 
@@ -56,6 +56,8 @@ class ModelVBAR:
         self._held: dict[tuple[int, int], list[tuple[Pins, int]]] = {}
         self._lock = threading.Lock()
         self._limit = 0
+        #: What its faults came to, for the report at the end of a node.
+        self.uses = _report.Uses()
         context = _devices.get(device)
         self._context = context
         self.device = device
@@ -89,6 +91,7 @@ class ModelVBAR:
                     f"VBAR OOM: {nbytes} bytes at {start} of {self.max_size} that were asked for"
                 )
             self.offset = start + nbytes
+        self.uses.allocated((start, nbytes))
         return self, self.base_addr + start, nbytes
 
     def fault(self, address: int, nbytes: int) -> Any:
@@ -102,11 +105,12 @@ class ModelVBAR:
             RuntimeError: it failed.
         """
         at, bar = address - self.base_addr, self._bar
+        key = at, nbytes
         if bar is None or at < 0 or at + nbytes > self._backed:
+            self.uses.fault(key, 0, Reason.NO_ADDRESSES)
             return None
         if nbytes <= 0:
             return _signature_type(0)()
-        key = at, nbytes
         held = self._held.get(key)
         if held:
             self._drop_leaked(key, held)
@@ -115,9 +119,11 @@ class ModelVBAR:
         except Error as error:
             raise RuntimeError(f"a fault of {nbytes} bytes at {address:#x} failed: {error}") from error
         if not pins.token:
+            self.uses.fault(key, 0, Reason(pins.reason))
             return None
         signature = _signature_type(nbytes)()
         value = pins.signature
+        self.uses.fault(key, value)
         signature[0], signature[1] = value & 0xFFFF_FFFF, value >> 32
         # Each step is one of the interpreter's: threads fault and unpin at a time.
         self._held.setdefault(key, []).append((pins, self._context.epoch))
@@ -315,6 +321,7 @@ def vbars_reset_watermark_limits() -> None:
                 bar._end_of_node()
             except Error as error:
                 logger.warning("the end of a node for %r: %s", bar, error)
+        _report.end_of_node(context)
 
 
 def _reserve(context: _devices.Context, nbytes: int) -> Bar | None:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Callable, Iterable
 from .. import _abi, _abi_torch, _library
 from .._device import Device
 from .._errors import Error
+from . import _report
 
 if TYPE_CHECKING:
     from ._bars import ModelVBAR
@@ -43,6 +44,8 @@ class Context:
         self.total: int = device.info.total_bytes
         #: Counts the ends of nodes.
         self.epoch = 0
+        #: Since the last end.
+        self.traffic = _report.Traffic()
         self._bars: weakref.WeakSet[ModelVBAR] = weakref.WeakSet()
 
     def __repr__(self) -> str:
@@ -213,6 +216,13 @@ def any_context() -> Context:
     for context in list(contexts.values()):
         return context
     raise RuntimeError("no device was opened: call control.init and control.init_devices")
+
+
+def any_traffic() -> _report.Traffic:
+    """That of some device, for what belongs to none; one that nobody reads where none is open."""
+    for context in list(contexts.values()):
+        return context.traffic
+    return _report.Traffic()
 
 
 def set_simple_headroom(nbytes: Any) -> None:

@@ -189,9 +189,12 @@ class HostBuffer:
             base = self._base + offset
         descriptor = _descriptor(file)
         context = _devices.get(device) if device_ptr else None
+        # One that goes no further is for the device all the same, later.
+        traffic = context.traffic if context is not None else _devices.any_traffic()
         for at in range(0, size, _WINDOW):
             length = min(_WINDOW, size - at)
-            _read(descriptor, file_offset + at, base + at, length)
+            with traffic.reading(length):
+                _read(descriptor, file_offset + at, base + at, length)
             if context is not None:
                 _try(
                     f"a copy of {length} bytes to {device_ptr + at:#x}",
@@ -313,9 +316,10 @@ def read_file_to_device(
     Raises:
         RuntimeError: the file cannot be read, or ends before; a copy fails.
     """
-    target = _devices.get(device).device
+    context = _devices.get(device)
     told = _descriptor(file), file_offset, size, device_ptr, _handle(stream)
-    _try(f"{size} bytes of a file to {device_ptr:#x}", target.read_file, *told)
+    with context.traffic.reading(size):
+        _try(f"{size} bytes of a file to {device_ptr:#x}", context.device.read_file, *told)
 
 
 def write_device_to_file(

@@ -38,19 +38,21 @@ def pin(bar: Bar, offset: int, nbytes: int, index: int, patience: float = PATIEN
     if _devices.is_capturing():
         # What a graph uses is kept for it, which takes the stream that is being captured.
         handle, patience = stream, 0.0
-    deadline = 0.0
+    started = 0.0
     while True:
         pins = fault_of(bar._lib.vbar_bar_fault, bar._id, offset, nbytes, handle)
-        if pins.token:
-            pins.own(bar._lib.vbar_token_unpin, stream)
-            return pins
-        if pins.reason != Reason.FENCE_PENDING or patience <= 0:
-            return pins
-        now = time.monotonic()
-        deadline = deadline or now + patience
-        if now >= deadline:
-            return pins
+        is_pending = not pins.token and pins.reason == Reason.FENCE_PENDING and patience > 0
+        now = time.monotonic() if is_pending or started else 0.0
+        started = started or now
+        if not is_pending or now >= started + patience:
+            break
         time.sleep(_PAUSE)
+    context = _devices.contexts.get(index)
+    if started and context is not None:
+        context.traffic.waited(now - started)
+    if pins.token:
+        pins.own(bar._lib.vbar_token_unpin, stream)
+    return pins
 
 
 def unpin(pins: Pins, stream: int) -> None:

@@ -17,8 +17,9 @@ What :func:`install` changes in PyTorch, beside its allocator, and why:
   They answer with vbar's numbers; :func:`uninstall_statistics` undoes that.
 * ``torch.backends.cudnn.benchmark`` stays off, with a warning, since cuDNN's search asks PyTorch's
   own allocator for its largest free block and fails.
-* ``torch.compile(mode="reduce-overhead")`` captures graphs without sharing their memory in trees
-  (``torch._inductor.config.triton.cudagraph_trees = False``), which other allocators cannot do.
+* ``torch.compile(mode="reduce-overhead")`` and ``"max-autotune"`` compile without the CUDA graphs
+  that they ask for, with a warning: trees of graphs need checkpoints of PyTorch's own allocator,
+  and without trees what is written into inputs is lost and results are overwritten.
 * The variable ``NCCL_GRAPH_REGISTER`` is set to 0 unless it is set: NCCL does not try to share what
   a captured collective uses with the other processes, which vbar's memory is not made for.
 
@@ -42,6 +43,7 @@ GPU, from its file::
 from __future__ import annotations
 
 from ._empty import empty_model
+from ._export import StreamError
 from ._install import (
     InstallError,
     NotInUse,
@@ -51,7 +53,6 @@ from ._install import (
     install,
     is_installed,
 )
-from ._parameters import StreamError
 from ._phase import release_phase
 from ._pool import mem_pool
 from ._record import history_to_trace, record

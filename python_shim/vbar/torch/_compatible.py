@@ -1,16 +1,18 @@
 """What in PyTorch asks its own allocator, past every hook, and how it is kept from that.
 
-``cudnn.benchmark`` looks for the largest free block, trees of CUDA graphs for checkpoints of pools;
-both raise with any other allocator in the middle of a model. NCCL wants to share with the other
-processes what a captured graph gives it; our frames cannot be shared, so that it would only try.
+``cudnn.benchmark`` looks for the largest free block, and raises with any other allocator in the
+middle of a model. So do the compiler's CUDA graphs (:mod:`vbar.torch._cuda_graphs`). NCCL wants to
+share with the other processes what a captured graph gives it; our frames cannot be shared, so that
+it would only try.
 """
 
 from __future__ import annotations
 
 import os
-import sys
 import warnings
 from typing import Any, Callable
+
+from ._cuda_graphs import keep_graphs_out
 
 _BENCHMARK = (
     "torch.backends.cudnn.benchmark stays False: cuDNN's search asks PyTorch's own allocator for "
@@ -21,7 +23,7 @@ _BENCHMARK = (
 def install(torch: Any) -> None:
     """Once, after vbar became the allocator."""
     _keep_benchmark_off(torch)
-    _without_trees()
+    keep_graphs_out(torch, of_all=True)
     # NCCL reads it when its first communicator is made. Who set it knows why.
     os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
 
@@ -46,23 +48,3 @@ def _keep_benchmark_off(torch: Any) -> None:
     attribute = vars(type(torch.backends.cudnn)).get("benchmark")
     if hasattr(attribute, "setter") and not isinstance(attribute, property):
         attribute.setter = refuse  # type: ignore[union-attr]
-
-
-def _without_trees() -> None:
-    """Graphs of ``torch.compile`` are captured with pools of their own, which the hooks know."""
-    try:
-        import torch._inductor.config as config
-    except ImportError:
-        # No compiler in this build, or none of its parts that we know.
-        return
-    triton = getattr(config, "triton", None)
-    if triton is None or not hasattr(triton, "cudagraph_trees"):
-        return
-    if "torch._inductor.cudagraph_trees" in sys.modules and triton.cudagraph_trees:
-        warnings.warn(
-            "torch.compile was used with trees of CUDA graphs already, which vbar cannot serve: "
-            "functions compiled before vbar.torch.install() may fail",
-            RuntimeWarning,
-            stacklevel=4,
-        )
-    triton.cudagraph_trees = False

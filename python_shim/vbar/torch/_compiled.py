@@ -20,7 +20,7 @@ import itertools
 import weakref
 from typing import TYPE_CHECKING, Any, Callable
 
-from ._parameters import NO_EXPORT, StreamError
+from ._export import StreamError, is_exported, no_export
 
 if TYPE_CHECKING:
     from ._entries import Entry
@@ -49,10 +49,12 @@ class Loan:
         self.order, self.fault = streaming.order, fault_of(len(entries))
         number = next(_numbers)
         _loans[number] = self
-        # By a tensor, whose number is nothing that a graph is compiled for: one serves all layers.
-        self.key = torch.tensor([number], dtype=torch.int64, device="cpu")
-        # As parameters, whose shapes are what they are; also those of buffers.
-        self.weights = tuple(entry.as_parameter(torch) for entry in entries)
+        # Ordinary tensors wherever this is called.
+        with torch.inference_mode(False):
+            # By a tensor, whose number is nothing that a graph is compiled for: one serves all
+            # layers.
+            self.key = torch.tensor([number], dtype=torch.int64, device="cpu")
+            self.weights = tuple(_described(torch, entry) for entry in entries)
 
     def lend(self) -> tuple[Any, ...]:
         """The tensors, for a graph: new ones, which have their pins for as long as they live.
@@ -67,6 +69,17 @@ class Loan:
         return lent
 
 
+def _described(torch: Any, entry: Entry) -> Any:
+    """What says of which shape and type a tensor is that will be lent.
+
+    A graph has it from before the fault, and whoever compiles, exports or debugs may look into it:
+    so it is nothing that has an address of the bar, but one element on the host. A parameter, also
+    for a buffer, since of those the shapes are what they are.
+    """
+    one = torch.empty((), dtype=entry.plain.dtype, device="cpu")
+    return torch.nn.Parameter(one.expand(entry.shape), requires_grad=False)
+
+
 @functools.lru_cache(maxsize=None)
 def _library() -> Any:
     import torch
@@ -79,7 +92,8 @@ def _library() -> Any:
 def fault_of(count: int) -> Any:
     """The operation for units of so many tensors; the compiler wants to know how many are returned.
 
-    ``(order, key, weights)``: the weights say of which shapes and types the results are.
+    ``(order, key, weights)``: the weights say of which shapes and types the results are, which are
+    where ``order`` is.
     """
     import torch
 
@@ -93,9 +107,10 @@ def fault_of(count: int) -> Any:
         return lent[0] if count == 1 else lent
 
     def described(order: Any, key: Any, weights: Any) -> Any:
-        if getattr(torch.compiler, "_is_exporting_flag", False):
-            raise StreamError(NO_EXPORT)
-        made = tuple(map(torch.empty_like, weights))
+        if is_exported():
+            raise no_export()
+        where = order.device
+        made = tuple(torch.empty(each.shape, dtype=each.dtype, device=where) for each in weights)
         return made[0] if count == 1 else made
 
     return _define(

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, Callable, Iterator, Mapping
 
 from .._dtypes import Dtype
 from .._errors import InvalidArgument
-from ._parameters import StreamError, bytes_at, guard
+from ._export import StreamError
+from ._parameters import bytes_at, guard
 
 if TYPE_CHECKING:
     from .._bar import Allocation
@@ -113,12 +114,6 @@ class Entry:
         if self.streaming.lends:
             # Of a storage of its own: an operation that lends it was given the other.
             self.lent = self._view(torch, ordinal, self.address, plain.dtype)
-
-    def as_parameter(self, torch: Any) -> Any:
-        """The ordinary tensor; a buffer's as a parameter of the same memory."""
-        if self.is_parameter:
-            return self.plain
-        return torch.nn.Parameter(self.plain.detach(), requires_grad=False)
 
     def _view(self, torch: Any, ordinal: int, address: int, dtype: Any) -> Any:
         if not self.elements:

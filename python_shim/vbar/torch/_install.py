@@ -7,6 +7,7 @@ was.
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import re
 import threading
@@ -25,6 +26,10 @@ if TYPE_CHECKING:
 
 #: Versions of PyTorch whose behaviour is known, the first and the last.
 OLDEST, NEWEST = (2, 8), (2, 14)
+#: Settings of PyTorch's own allocators, comma-separated.
+ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+
+logger = logging.getLogger("vbar.torch")
 
 _lock = threading.Lock()
 #: PyTorch's object for us, once it is its allocator. Never let go: tensors are freed through it
@@ -122,6 +127,7 @@ def install(*, statistics: bool = True, **options: Any) -> None:
             raise InstallError(_too_late(str(error))) from None
         keep(allocator)
         _kept.append(allocator)
+        _forget_backend()
         _compatible.install(torch)
         if statistics:
             _statistics.install_statistics()
@@ -221,10 +227,32 @@ def version_of(torch: Any) -> tuple[int, int]:
 
 def expandable_segments() -> str | None:
     """The variable that asks for PyTorch's own expandable segments, if one does."""
-    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+    for name in ALLOCATOR_VARIABLES:
         if re.search(r"expandable_segments\s*:\s*true", os.environ.get(name, ""), re.I):
             return name
     return None
+
+
+def _forget_backend() -> None:
+    """Takes the choice of one of PyTorch's own allocators out of its variables.
+
+    It was heeded when PyTorch was loaded. Versions that read it once more, some of them only when
+    memory of the host is pinned for the first time, would find another allocator than it says, and
+    raise.
+    """
+    for name in ALLOCATOR_VARIABLES:
+        given = os.environ.get(name)
+        if given is None:
+            continue
+        settings = given.split(",")
+        kept = [one for one in settings if not re.match(r"\s*backend\s*:", one)]
+        if len(kept) == len(settings):
+            continue
+        if kept:
+            os.environ[name] = ",".join(kept)
+        else:
+            del os.environ[name]
+        logger.debug("%s=%s: vbar is PyTorch's allocator, the backend is taken out", name, given)
 
 
 def _make_allocator(torch: Any) -> Any:

@@ -5,6 +5,11 @@ process its CUDA context. So these are subclasses that PyTorch asks before it do
 them: they pin first, for as long as the operation is enqueued; what shares their memory, as
 ``detach`` and a slice do, is one of them again. What would let the memory out of sight, or write
 bytes that are a file's, is refused with a sentence.
+
+Some of PyTorch's C++ code does not ask (``torch.as_tensor`` of another type), nor does anything
+where it is told not to; there the dispatcher does, once more below. It cannot where graphs are lent
+weights, since the compiler knows such tensors by what they are asked first. Nobody asks who has
+their address: ``data_ptr()``, a C++ extension, ``torch.utils.dlpack.to_dlpack``.
 """
 
 from __future__ import annotations
@@ -14,7 +19,7 @@ import functools
 import sys
 from typing import TYPE_CHECKING, Any, Iterator, NoReturn
 
-from .._errors import Error
+from ._export import StreamError, is_exported, no_export
 
 if TYPE_CHECKING:
     from ._units import Entry
@@ -37,16 +42,6 @@ _ESCAPES = frozenset(
 )
 
 
-NO_EXPORT = (
-    "a streamed module is not exported: what torch.export makes has its weights within it. Compile "
-    "it by torch.compile, or export an ordinary one"
-)
-
-
-class StreamError(Error, RuntimeError):
-    """A streamed module cannot do that, or not now; the text says why, and what to do."""
-
-
 @functools.lru_cache(maxsize=None)
 def guarded_types(lends: bool) -> tuple[Any, Any]:
     """The subclasses of ``torch.nn.Parameter`` and of ``torch.Tensor``; made once, with torch.
@@ -66,6 +61,9 @@ def guarded_types(lends: bool) -> tuple[Any, Any]:
         if lends and is_traced():
             return _traced(torch, in_a_graph, func, args, kwargs or {})
         return _outside(torch, func, args, kwargs or {})
+
+    def ask_below(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _below(torch, func, args, kwargs or {})
 
     def refuse_pickle(self: Any, protocol: Any) -> NoReturn:
         raise StreamError(
@@ -88,6 +86,8 @@ def guarded_types(lends: bool) -> tuple[Any, Any]:
             "__reduce_ex__": refuse_pickle,
             "__deepcopy__": copied,
         }
+        if not lends:
+            members["__torch_dispatch__"] = classmethod(ask_below)
         return type(name, (base,), members)
 
     kinds += [make("StreamedParameter", torch.nn.Parameter), make("StreamedTensor", torch.Tensor)]
@@ -197,31 +197,38 @@ def _outside(torch: Any, func: Any, args: Any, kwargs: Any) -> Any:
     return _wrapped(torch, result, guarded)
 
 
+def _below(torch: Any, func: Any, args: Any, kwargs: Any) -> Any:
+    """What nobody asked about, when it comes to an operation: with pins, unless it writes."""
+    guarded = list(_guarded_in((args, kwargs)))
+    entries = list(dict.fromkeys(each._vbar_entry for each in guarded))
+    for at, argument in enumerate(func._schema.arguments):
+        written = argument.alias_info is not None and argument.alias_info.is_write
+        value = args[at] if at < len(args) else kwargs.get(argument.name)
+        if written and next(_guarded_in(value), None) is not None:
+            raise StreamError(_no_write(str(func), entries[0].name))
+    with entries[0].streaming.pinned(entries):
+        return _wrapped(torch, func(*_plain(args), **_plain(kwargs)), guarded)
+
+
 def _refuse_outlets(name: str, attribute: str, args: Any, kwargs: Any, entries: Any) -> None:
     called = entries[0].name
     if name in _ESCAPES or attribute == "__cuda_array_interface__":
-        if _is_exported():
-            raise StreamError(NO_EXPORT)
+        if is_exported():
+            raise no_export()
         raise StreamError(
             f"{name} would hand out the memory of {called}, which is streamed and not always "
             "there: take a copy, by clone() or cpu()"
         )
     writes = _writes(name) and args and hasattr(args[0], "_vbar_entry")
     if writes or next(_guarded_in(kwargs.get("out")), None) is not None:
-        raise StreamError(
-            f"{name} would write {called}, whose bytes are a file's and are read again after an "
-            "eviction: change it by patch=, or call vbar.torch.unstream(module) first"
-        )
+        raise StreamError(_no_write(name, called))
 
 
-def _is_exported() -> bool:
-    """Whether it is torch.export that asks: it says so nowhere but in the stack."""
-    frame = sys._getframe()
-    while frame is not None:
-        if frame.f_globals.get("__name__", "").startswith(("torch.export", "torch._export")):
-            return True
-        frame = frame.f_back
-    return False
+def _no_write(name: str, called: str) -> str:
+    return (
+        f"{name} would write {called}, whose bytes are a file's and are read again after an "
+        "eviction: change it by patch=, or call vbar.torch.unstream(module) first"
+    )
 
 
 def _writes(name: str) -> bool:

@@ -16,8 +16,9 @@ from .._streams import handle_of
 from .._unshared import Unshared
 from . import _install
 from ._compiled import Loan, may_lend
+from ._cuda_graphs import keep_graphs_out
 from ._entries import Entry, Patch, Slot, match, patches_by_entry
-from ._parameters import StreamError
+from ._export import StreamError
 from ._units import ATTRIBUTE, WeightOffloaded, Pinner, Unit
 
 if TYPE_CHECKING:
@@ -59,7 +60,10 @@ def stream(
     Ctrl-C. Results are those of the ordinary module, bit by bit. Everything else that is done with
     such a tensor (``state_dict()``, printing, a parent that uses a child's weight) pins it for that
     operation; what would write it, move it, or hand its memory out raises a :class:`StreamError`.
-    A forward must not keep views of its weights, nor use them on other streams than its own.
+    A forward must not keep views of its weights, nor use them on other streams than its own, and
+    while one runs no other thread may take its module's tensors, of which it has the bare ones.
+    What takes an address rather than a tensor pins nothing: a kernel or an extension of somebody
+    else's (Triton, C++) has to get the weights of the module whose forward calls it, or copies.
 
     Args:
         module: a ``torch.nn.Module``; may be built in :func:`empty_model`. Tied parameters stay
@@ -86,8 +90,12 @@ def stream(
     part of a graph, so ``fullgraph=True`` is refused by the compiler. With ``one_graph=True`` they
     are: faults are operations of the graph, and the weights that they lend it are pinned until the
     last kernel that reads them was enqueued, or the graph ends by an exception. An exception that
-    somebody keeps may keep them, by its traceback. Not for CUDA graphs, which would have a copy of
-    each weight. ``torch.export`` fails.
+    somebody keeps may keep them, by its traceback. Inductor's kernels end where loans do, so that
+    its results are not bit by bit those that it computes with the ordinary module, which rounds in
+    fewer places; they are the same ones in every pass, whatever is resident.
+
+    A mode that asks for CUDA graphs has none where streamed weights are used, with a warning.
+    ``torch.export`` and ``torch.jit.trace`` raise.
 
     Raises:
         StreamError: shapes or types differ, a tensor is on ``meta`` and not in the file, the module
@@ -391,6 +399,7 @@ class Streaming(Unshared):
             entry.before = None
         for unit in self._units:
             unit.install(self._torch)
+        keep_graphs_out(self._torch)
         self.module.__dict__[_ROOT] = self
 
     def _close_bar(self) -> None:

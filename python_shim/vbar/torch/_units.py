@@ -19,7 +19,7 @@ from .._unshared import Unshared
 from .._values import Reason
 from . import _compiled
 from ._entries import Entry, Slot
-from ._parameters import StreamError
+from ._export import StreamError, keep_from_export, let_export, no_trace
 
 if TYPE_CHECKING:
     from .._guard import Guard
@@ -193,20 +193,27 @@ class Unit(Unshared):
         module.__dict__[ATTRIBUTE] = self
         self._own = module.__dict__.get("forward")
         module.__dict__["forward"] = self._wrapped(torch, module.forward)
+        keep_from_export(module)
+        if hasattr(module, _FLATTEN):
+            # Recurrent layers move their weights into one piece of memory, where they would stay.
+            module.__dict__[_FLATTEN] = _stays_as_it_is
 
     def remove(self) -> None:
         """Takes it away."""
         attributes = self._module.__dict__
         attributes.pop(ATTRIBUTE, None)
+        if attributes.get(_FLATTEN) is _stays_as_it_is:
+            del attributes[_FLATTEN]
         attributes.pop("forward", None)
         if self._own is not None:
             attributes["forward"] = self._own
+        let_export(self._module)
 
     def _wrapped(self, torch: Any, forward: Any) -> Any:
         pinned, swaps = self._pinner.pinned, [place.swap() for place in self._places]
         is_grad_enabled = torch.is_grad_enabled
         refuse_gradients = self._streaming.refuse_gradients
-        is_traced = torch.compiler.is_dynamo_compiling
+        is_traced, jit_state = torch.compiler.is_dynamo_compiling, torch._C._get_tracing_state
         lends = self._streaming.lends
         begin, returned, end = self._lender(torch) if lends else (None, None, None)
 
@@ -224,6 +231,8 @@ class Unit(Unshared):
                     return result
                 finally:
                     end()
+            if jit_state() is not None:
+                raise no_trace()
             if is_grad_enabled():
                 refuse_gradients(args, kwargs)
             with pinned():
@@ -274,5 +283,11 @@ class _Place:
         return self.values, plain, {name: entry.guarded for name, entry in self.entries.items()}
 
 
+def _stays_as_it_is() -> None:
+    return None
+
+
 #: Where a module has its unit.
 ATTRIBUTE = "_vbar_streamed"
+#: What recurrent layers call before a forward, when their weights are others than the last time.
+_FLATTEN = "flatten_parameters"

@@ -4,6 +4,7 @@
 //! problem of the driver or of a device, or no GPU where none was said to be simulated. Limits and
 //! slow disks are notes. Each part is examined by a module of its own.
 
+mod comfy;
 mod device;
 mod disk;
 mod driver;
@@ -13,6 +14,7 @@ mod machine;
 mod measure;
 mod memory;
 mod model;
+mod python;
 mod window;
 
 use std::path::PathBuf;
@@ -29,6 +31,7 @@ use crate::arguments;
 use crate::help::{DEVICES, Help};
 use crate::models;
 use crate::output::{Output, Verdict};
+use comfy::ComfyFacts;
 use device::Device;
 use driver::DriverFacts;
 use limits::Limits;
@@ -43,6 +46,10 @@ pub(crate) const HELP: Help = Help {
         ("Everything, with the link's speed", "vbar doctor"),
         ("The file system of a model too", "vbar doctor model.safetensors"),
         ("Insist on a GPU, and measure the second one", "vbar doctor --device cuda:1"),
+        (
+            "ComfyUI, its Python and how it is started",
+            "vbar doctor --comfy path/to/ComfyUI -- --listen --reserve-vram 2",
+        ),
         (
             "What is wrong, for a program",
             "vbar doctor --no-measure --json | jq '.lines[] | select(.verdict != \"ok\")'",
@@ -75,6 +82,13 @@ pub(crate) struct Arguments {
     /// Do not measure the link, page-locking and the model's disk
     #[arg(long)]
     no_measure: bool,
+    /// Look at what ComfyUI needs too: its folder, the current one if none is named, its Python,
+    /// its models' disk
+    #[arg(long, value_name = "FOLDER", num_args = 0..=1)]
+    comfy: Option<Option<PathBuf>>,
+    /// Arguments that ComfyUI is started with, to be looked at
+    #[arg(last = true, requires = "comfy", value_name = "ARGUMENTS")]
+    comfy_arguments: Vec<String>,
 }
 
 /// The serialized fields are part of the program's interface. What could not be read is null, and
@@ -88,6 +102,7 @@ struct Report {
     limits: Option<Limits>,
     model: Option<ModelFacts>,
     measured: Option<Measured>,
+    comfy: Option<ComfyFacts>,
     lines: Vec<Line>,
     ok: bool,
 }
@@ -127,12 +142,28 @@ pub(crate) fn doctor(arguments: &Arguments, output: &Output) -> Result<Verdict> 
         }
         _ => None,
     };
+    let comfy = comfy(arguments, &driver, &machine, memory.as_ref(), &mut lines)?;
     let ok = lines.count(Level::Problem) == 0;
     conclude(&lines, opened.as_ref(), output);
     let lines = lines.into_shown();
-    let report = Report { driver, devices, platform, memory, limits, model, measured, lines, ok };
+    let report =
+        Report { driver, devices, platform, memory, limits, model, measured, comfy, lines, ok };
     output.object(&report);
     Ok(Verdict::of(ok))
+}
+
+fn comfy(
+    arguments: &Arguments,
+    driver: &DriverFacts,
+    machine: &Machine,
+    memory: Option<&Memory>,
+    lines: &mut Lines<'_>,
+) -> Result<Option<ComfyFacts>> {
+    let Some(folder) = &arguments.comfy else { return Ok(None) };
+    let (folder, own) = (folder.as_deref(), &arguments.comfy_arguments);
+    let facts = ComfyFacts::read(folder, own, machine, memory, !arguments.no_measure)?;
+    lines.extend(facts.lines(driver.cuda_version(), machine, memory));
+    Ok(Some(facts))
 }
 
 /// A driver that was asked for by name and is not there is a finding, not an error; a simulated

@@ -52,6 +52,11 @@ impl DriverFacts {
         })
     }
 
+    /// Of a real driver: CUDA's version.
+    pub(super) fn cuda_version(&self) -> Option<&str> {
+        self.cuda_version.as_deref().filter(|_| !self.simulated)
+    }
+
     /// Lines for a driver that works.
     pub(super) fn lines(&self) -> Vec<Line> {
         let mut lines = Vec::new();

@@ -54,6 +54,11 @@ impl Line {
 }
 
 impl Line {
+    /// The same of another topic.
+    pub(super) fn of(self, topic: impl Into<String>) -> Self {
+        Self { topic: topic.into(), ..self }
+    }
+
     /// The same where it is no reason to call the machine unfit.
     pub(super) fn at_most_a_note(self) -> Self {
         let problem = self.verdict == Level::Problem;

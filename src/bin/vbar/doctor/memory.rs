@@ -14,13 +14,13 @@ const ALLOWANCE_SMALL: u64 = GIB;
 /// The serialized form of [`SystemMemory`] and what it comes to.
 #[derive(Serialize, Clone, PartialEq, Eq, Debug)]
 pub(super) struct Memory {
-    total_bytes: u64,
+    pub(super) total_bytes: u64,
     available_bytes: u64,
     groups: Vec<Group>,
     margin_bytes: u64,
     pub(super) allowance_bytes: u64,
     /// `machine`, or the folder of the group that leaves least.
-    bound_by: String,
+    pub(super) bound_by: String,
 }
 
 #[derive(Serialize, Clone, PartialEq, Eq, Debug)]

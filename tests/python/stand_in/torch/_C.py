@@ -9,6 +9,8 @@ _current = None
 #: Whether the native allocator was used.
 _native_initialized = False
 _cudnn_benchmark = False
+#: What torch.jit.trace has while it traces.
+_tracing_state = None
 
 _TEXT_BYTES = 4096
 _SETTERS = {
@@ -92,6 +94,10 @@ def _cuda_changeCurrentAllocator(allocator):
     _current = allocator
 
 
+def _get_tracing_state():
+    return _tracing_state
+
+
 def _get_cudnn_benchmark():
     return _cudnn_benchmark
 
@@ -99,3 +105,17 @@ def _get_cudnn_benchmark():
 def _set_cudnn_benchmark(on):
     global _cudnn_benchmark
     _cudnn_benchmark = on
+
+
+def _read_settings():
+    """What PyTorch does when it first looks at its allocator's settings, which some versions do when
+    host memory is first pinned.
+    """
+    name = "pluggable" if _current is not None else "native"
+    for setting in os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "").split(","):
+        key, _, value = setting.partition(":")
+        if key.strip() == "backend" and value.strip() != name:
+            raise RuntimeError(
+                "Allocator backend parsed at runtime != allocator backend parsed at load time, "
+                f"{value} != {name}"
+            )

@@ -95,5 +95,15 @@ from . import (  # noqa: E402,F401
 from .library import ops  # noqa: E402,F401
 
 
+class _TorchCompileInductorWrapper:
+    """As torch.compile's backend: it compiles nothing, and returns the settings it would use."""
+
+    def __init__(self, config):
+        self.config = config
+
+    def __call__(self, model_, inputs_):
+        return self.config
+
+
 class Tag:
     flexible_layout, cudagraph_unsafe = "flexible_layout", "cudagraph_unsafe"

@@ -2,4 +2,4 @@
 
 
 class triton:
-    cudagraph_trees = True
+    cudagraphs = False

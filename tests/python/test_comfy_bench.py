@@ -1,0 +1,131 @@
+"""benches/comfy.py as far as it goes without a GPU: what it asks of its processes, floors, verdicts."""
+
+import argparse
+import contextlib
+import importlib.util
+import io
+import json
+import pathlib
+import sys
+import tempfile
+import unittest
+
+from support import ROOT
+
+_SPEC = importlib.util.spec_from_file_location("bench_comfy", ROOT / "benches/comfy.py")
+bench = importlib.util.module_from_spec(_SPEC)
+_SPEC.loader.exec_module(bench)
+GIB = 1 << 30
+
+
+def found(**changes):
+    told = dict(
+        seconds=0.5, all=[0.5, 0.6], load=1.0, first=2.0, cold=3.0, outputs=["x"],
+        held_bytes=GIB, context_bytes=GIB // 2, resident_bytes=GIB, growth_bytes=0,
+        weight_bytes=7 * GIB, tensor_bytes=GIB // 4, samples=1,
+    )
+    return {**told, **changes}
+
+
+class Bench(unittest.TestCase):
+    def run_bench(self, answers=None, **options):
+        """How it ended, what it printed, and what its processes were asked."""
+        told = dict(
+            tree=pathlib.Path("tree"), original=pathlib.Path("original"), caps=None, steps=8,
+            size=1024, rounds=1, runs=2, cases="flux", folder=None, seconds=100, json=None,
+        )
+        told.update(options)
+        asked = []
+
+        def run(_, folder, **one):
+            asked.append(one)
+            if one["kind"] == "make":
+                return dict(device="a card", link=50e9, total=80 * GIB)
+            key = one["case"], one["kind"], one["cap"]
+            return dict((answers or {}).get(key) or found())
+
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            code = bench.parent(argparse.Namespace(**told), pathlib.Path("folder"), run)
+        return code, printed.getvalue(), asked
+
+    def test_ours_and_the_original_alternate_at_each_cap(self):
+        code, printed, asked = self.run_bench(rounds=2, caps="all,4")
+        self.assertEqual(code, 0, printed)
+        order = [(one["kind"], one["cap"]) for one in asked]
+        both = [("ours", None), ("original", None)] * 2 + [("ours", 4.0), ("original", 4.0)] * 2
+        self.assertEqual(order, [("make", None), ("none", None), *both])
+        self.assertEqual(asked[0]["checkpoints"], ["bf16"])
+        self.assertTrue(all(one["total"] == 80 * GIB for one in asked[1:]))
+        # Each measurement is a line, and each cap one with the floor.
+        self.assertEqual(len(printed.splitlines()), 1 + 1 + 8 + 2)
+        self.assertEqual(printed.count("x floor"), 4)
+
+    def test_only_the_checkpoints_of_the_cases_are_made(self):
+        _, _, asked = self.run_bench(cases="fp8,pair")
+        self.assertEqual(asked[0]["checkpoints"], ["bf16", "fp8", "second"])
+
+    def test_what_is_wrong_fails_it_and_the_rest_is_measured(self):
+        for answer, words in (
+            (found(outputs=["y"]), "the outputs are not those of the plain run"),
+            (found(held_bytes=4 * GIB), "4.50 GiB were held, 0.50 of that by the context"),
+            (found(growth_bytes=65 << 20), "grew by 65 MiB"),
+            ({"died": "ended with 1: no memory"}, "ended with 1: no memory"),
+        ):
+            code, printed, asked = self.run_bench({("flux", "ours", 4.0): answer}, caps="4,3")
+            self.assertEqual((code, len(asked)), (1, 6), printed)
+            self.assertIn(f"FAILED: flux, ours, 4: {words}", printed)
+        code, printed, asked = self.run_bench({("flux", "none", None): {"died": "x"}})
+        self.assertEqual((code, len(asked)), (1, 2), printed)
+
+    def test_no_measurement_begins_when_the_time_is_over(self):
+        code, printed, asked = self.run_bench(seconds=-1.0, cases="flux,lora")
+        self.assertEqual(code, 3, printed)
+        self.assertIn("no time was left for all of: flux, lora", printed)
+        self.assertEqual([one["kind"] for one in asked], ["make"])
+
+    def test_measurements_are_kept_by_the_line(self):
+        with tempfile.TemporaryDirectory() as folder:
+            path = pathlib.Path(folder) / "found.jsonl"
+            self.run_bench(caps="4", json=path)
+            kinds = [json.loads(line)["kind"] for line in path.read_text().splitlines()]
+        self.assertEqual(kinds, ["none", "ours", "original"])
+
+    def test_floors(self):
+        made = dict(link=50 * GIB)
+        floor = bench.floor_of(found(), None, made, 8)
+        self.assertEqual(floor, (0.5, 0))
+        # 4 GiB less a quarter for headroom, a half for the context, a quarter for tensors: 3 of 7.
+        floor, streamed = bench.floor_of(found(), 4, made, 8)
+        self.assertEqual((floor, streamed), (4 * 8 / 50, 4 * GIB))
+        self.assertEqual(bench.floor_of(found(), 9, made, 8), (0.5, 0))
+        # Two in turn: each whole once, then half a GiB a step less of it than a part would need.
+        two = found(weight_bytes=7 * GIB, samples=2)
+        floor, _ = bench.floor_of(two, 4, made, 8)
+        self.assertEqual(floor, max(0.5, min(4 * 8, 2 * (3.5 + 0.5 * 7)) / 50))
+
+    def test_what_is_absent_is_made_up_and_may_not_be_used(self):
+        finder = bench.Absent()
+        real = bench.ABSENT
+        bench.ABSENT = ("no_such_package",)
+        sys.meta_path.append(finder)
+        try:
+            with contextlib.redirect_stderr(io.StringIO()) as said:
+                import no_such_package.part as part
+                from no_such_package.other import thing
+
+                class Derived(part.Base):
+                    where: thing.Type = None
+
+                with self.assertRaisesRegex(RuntimeError, "is used, and is not installed"):
+                    part.function(1)
+            self.assertIn("no_such_package is not installed: it is made up", said.getvalue())
+            with self.assertRaises(ImportError):
+                import another_such_package  # noqa: F401
+        finally:
+            sys.meta_path.remove(finder)
+            bench.ABSENT = real
+
+
+if __name__ == "__main__":
+    unittest.main()
