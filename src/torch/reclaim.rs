@@ -43,6 +43,11 @@ impl Reclaim for Allocator {
         let given = self.give_recorded(u64::from(frames));
         given + self.give_others(u64::from(frames) - u64::from(given))
     }
+
+    /// PyTorch begins a pool before it captures. Without its allocator it captures unseen.
+    fn knows_no_capture(&self) -> bool {
+        !self.closed.load(Relaxed) && self.direct.is_none() && !self.open.any()
+    }
 }
 
 impl Allocator {

@@ -10,7 +10,7 @@ use std::time::Duration;
 use super::plan::{Reclaiming, Standing};
 use super::{Pager, Reclaim, Request};
 use crate::driver::CaptureState;
-use crate::error::Result;
+use crate::error::{ErrorCode, Result};
 use crate::outcome::{Reason, WaitKind};
 use crate::process;
 use crate::sync::fence::StreamSlot;
@@ -131,11 +131,48 @@ impl<'a> Patience<'a> {
         Ok(true)
     }
 
+    /// Finds out what no fence covers by a wait for the context, if the options allow it or
+    /// [`Pager::settle_unknown`] does. Once a request; returns whether it was done.
+    pub(super) fn wait_for_context(&mut self, capture: CaptureState) -> Result<bool> {
+        let device = &self.pager.device;
+        if self.may_wait_for_context(capture) {
+            return device.context_wait().map(|()| true);
+        }
+        if capture != CaptureState::None || self.context_waited.replace(()).is_some() {
+            return Ok(false);
+        }
+        self.pager.settle_unknown()
+    }
+
     /// Once a request, if the options allow it, and never while a known stream is being captured.
     pub(super) fn may_wait_for_context(&mut self, capture: CaptureState) -> bool {
         capture == CaptureState::None
             && self.pager.device.may_wait_for_context()
             && self.context_waited.replace(()).is_none()
+    }
+}
+
+impl Pager {
+    /// Finds out what no fence covers by a wait for the current context, whatever the options say,
+    /// where PyTorch's allocator knows that this breaks no capture. What its streams have freed or
+    /// used is covered when they are used again, and one that rests keeps it from everybody.
+    /// Returns whether it was done.
+    ///
+    /// # Errors
+    /// `Cancelled`, and what the driver says.
+    pub(crate) fn settle_unknown(&self) -> Result<bool> {
+        let device = &self.device;
+        let is_safe = !device.fences.is_capture_known()
+            && self.reclaimer().is_some_and(|reclaimer| reclaimer.knows_no_capture());
+        if !is_safe {
+            return Ok(false);
+        }
+        match device.context_wait_asked() {
+            Err(error) if matches!(error.code(), ErrorCode::TimedOut | ErrorCode::Unsupported) => {
+                Ok(false)
+            }
+            waited => waited.map(|()| true),
+        }
     }
 }
 

@@ -46,6 +46,10 @@ impl Reclaim for Both {
         let missing = frames.saturating_sub(given);
         given + if missing > 0 { self.1.reclaim_reserved(missing) } else { 0 }
     }
+
+    fn knows_no_capture(&self) -> bool {
+        self.0.knows_no_capture() || self.1.knows_no_capture()
+    }
 }
 
 /// A holder of frames that can do without some.
@@ -71,6 +75,13 @@ pub trait Reclaim: Send + Sync {
     fn reclaim_reserved(&self, frames: u32) -> u32 {
         let _ = frames;
         0
+    }
+
+    /// Whether it is told of the captures of its program and there is none now: then a request
+    /// waits for the context, whatever the options say, before it is refused for what no fence
+    /// covers.
+    fn knows_no_capture(&self) -> bool {
+        false
     }
 }
 
