@@ -206,7 +206,8 @@ enum VbarContextWaits
    */
   VBAR_CONTEXT_WAITS_ALLOWED = 0,
   /*
-   Refuse with `VBAR_REASON_FENCE_UNKNOWN`.
+   Refuse with `VBAR_REASON_FENCE_UNKNOWN`. With PyTorch's allocator on the device, which knows
+   when a graph is being captured, a fault waits all the same before it is refused for that.
    */
   VBAR_CONTEXT_WAITS_NEVER = 1,
 };
@@ -2356,7 +2357,7 @@ VbarStatus vbar_device_lock_host(struct VbarDevice device, void *memory, uint64_
  Ends the page-lock of memory of the program's that begins at `memory`, whoever locked it in this
  process: `vbar_device_lock_host`, `cuMemHostRegister`, `cudaHostRegister`. Waits for running
  kernels; no copy of it is pending. Statuses: the common ones, the driver's; `NOT_FOUND` where no
- locked range begins there. Thread-safe.
+ locked range begins there, or one that the library has locked for itself. Thread-safe.
  */
 VbarStatus vbar_device_unlock_host(struct VbarDevice device, void *memory);
 

@@ -29,8 +29,8 @@ memcheck)
     options+=(--leak-check no)
     ;;
 initcheck)
-    # Memory that nobody reads is not an error: a page has more bytes than its tensors.
-    options+=(--track-unused-memory no)
+    # Without --track-unused-memory, which takes no value: memory that nobody reads is not an error,
+    # a page has more bytes than its tensors.
     ;;
 *)
     echo "there is no tool $tool here: memcheck or initcheck" >&2

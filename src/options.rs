@@ -181,7 +181,8 @@ pub enum ContextWaits {
     /// time-out, cannot be cancelled, and stops launches of other threads until it returns.
     #[default]
     Allowed,
-    /// Refuse with `FenceUnknown`.
+    /// Refuse with `FenceUnknown`. With PyTorch's allocator on the device, which knows when a graph
+    /// is being captured, a request waits all the same before it is refused for that.
     Never,
 }
 

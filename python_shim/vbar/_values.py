@@ -103,7 +103,8 @@ class ContextWaits(enum.IntEnum):
 
     #: One wait rather than a refusal. It would break a capture that the library does not know.
     ALLOWED = 0
-    #: Refuse with :attr:`Reason.FENCE_UNKNOWN`.
+    #: Refuse with :attr:`Reason.FENCE_UNKNOWN`. With torch's allocator on the device, which knows
+    #: when a graph is being captured, a fault waits all the same before it is refused for that.
     NEVER = 1
 
 

@@ -260,7 +260,8 @@ pub trait Driver: Send + Sync + 'static {
         bytes: usize,
     ) -> DriverResult<()>;
     /// `cuMemHostUnregister` of a whole registered range, by its start. Waits for the device.
-    /// `HOST_MEMORY_NOT_REGISTERED` for anything else. No copy of it is pending.
+    /// `INVALID_VALUE` for an address within one, `HOST_MEMORY_NOT_REGISTERED` for any other
+    /// memory. No copy of it is pending.
     fn mem_host_unregister(&self, memory: NonNull<u8>) -> DriverResult<()>;
     /// `cuPointerGetAttributes`: the page-locked range of the host that an address lies in, from
     /// `mem_host_alloc` or `mem_host_register`, whoever called them; `None` for any other memory.

@@ -75,7 +75,8 @@ pub enum VbarThreads {
 pub enum VbarContextWaits {
     /// One wait rather than a refusal.
     Allowed = 0,
-    /// Refuse with `VBAR_REASON_FENCE_UNKNOWN`.
+    /// Refuse with `VBAR_REASON_FENCE_UNKNOWN`. With PyTorch's allocator on the device, which knows
+    /// when a graph is being captured, a fault waits all the same before it is refused for that.
     Never = 1,
 }
 

@@ -126,14 +126,17 @@ pub unsafe extern "C" fn vbar_device_lock_host(
 /// Ends the page-lock of memory of the program's that begins at `memory`, whoever locked it in this
 /// process: `vbar_device_lock_host`, `cuMemHostRegister`, `cudaHostRegister`. Waits for running
 /// kernels; no copy of it is pending. Statuses: the common ones, the driver's; `NOT_FOUND` where no
-/// locked range begins there. Thread-safe.
+/// locked range begins there, or one that the library has locked for itself. Thread-safe.
 #[unsafe(no_mangle)]
 pub extern "C" fn vbar_device_unlock_host(device: VbarDevice, memory: *mut c_void) -> VbarStatus {
     call(|| {
         let entry = device::find(device)?;
         match NonNull::new(memory.cast::<u8>()) {
             Some(start) if entry.runtime.unlock_host(start)? => Ok(()),
-            _ => Err(Error::new(ErrorCode::NotFound, format!("no locked range is at {memory:?}"))),
+            _ => {
+                let text = format!("no locked range of the program's begins at {memory:?}");
+                Err(Error::new(ErrorCode::NotFound, text))
+            }
         }
     })
 }

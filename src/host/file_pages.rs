@@ -17,6 +17,7 @@ use rustix::fs::{Advice, fadvise, fstat};
 use crate::driver::{Driver, DriverCode, DriverError, DriverResult};
 use crate::error::{Error, ErrorCode, Result};
 use crate::host::anonymous::os_page;
+use crate::host::own;
 use crate::host::source::ModelFile;
 use crate::process;
 use crate::trace;
@@ -155,6 +156,7 @@ impl FileWindow {
             // SAFETY: the range is mapped, and stays so until it is unregistered, or for good.
             unsafe { self.driver.mem_host_register_read_only(base, self.bytes() as usize) }?;
             self.registered = true;
+            own::enter(base);
             trace::lock_bytes(self.bytes() as usize);
         }
         Ok(())
@@ -171,9 +173,11 @@ impl FileWindow {
         }
         self.registered = false;
         let base = self.base()?;
+        own::leave(base);
         match self.driver.mem_host_unregister(base) {
             Ok(()) => trace::unlock_bytes(self.bytes() as usize),
             Err(error) => {
+                own::enter(base);
                 std::mem::forget(self.mapping.take());
                 return Err(error);
             }

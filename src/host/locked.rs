@@ -15,6 +15,7 @@ use std::sync::Arc;
 use crate::driver::{Driver, DriverResult};
 use crate::error::{Error, ErrorCode, Result};
 use crate::host::anonymous::AnonymousMemory;
+use crate::host::own;
 use crate::process;
 use crate::sync::fixed::{AtomicBool, AtomicU64};
 use crate::sync::{AcqRel, Acquire, Relaxed, Release};
@@ -42,18 +43,24 @@ impl LockedMemory {
             // SAFETY: the window is mapped, and stays so until it is unregistered in `drop`.
             unsafe { self.driver.mem_host_register(self.base, self.bytes) }?;
             self.locked.store(true, Release);
+            own::enter(self.base);
             trace::lock_bytes(self.bytes);
         }
         Ok(())
     }
 
     fn give_back(&mut self) -> DriverResult<()> {
-        match (&self.window, *self.locked.get_mut()) {
+        own::leave(self.base);
+        let given_back = match (&self.window, *self.locked.get_mut()) {
             // SAFETY: `base` came from `mem_host_alloc` of this driver, and the last slot is gone.
             (None, _) => unsafe { self.driver.mem_free_host(self.base) },
             (Some(_), true) => self.driver.mem_host_unregister(self.base),
             (Some(_), false) => Ok(()),
+        };
+        if given_back.is_err() {
+            own::enter(self.base);
         }
+        given_back
     }
 }
 
@@ -113,6 +120,7 @@ pub fn allocate(driver: &Arc<dyn Driver>, count: usize, bytes: usize) -> Result<
     let base = driver.mem_host_alloc(total).map_err(|error| fail(error.to_string()))?;
     drop(span);
     trace::lock_bytes(total);
+    own::enter(base);
     let driver = Arc::clone(driver);
     let locked = AtomicBool::new(true);
     let memory = Arc::new(LockedMemory { driver, base, bytes: total, window: None, locked });

@@ -15,6 +15,7 @@ pub mod memory;
 pub mod model_files;
 pub mod mounts;
 pub mod output;
+pub(crate) mod own;
 pub mod pageable;
 pub mod reading;
 pub mod room;

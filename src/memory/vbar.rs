@@ -211,6 +211,14 @@ impl Bar {
         self.bound.get().is_some() || self.saves.get().is_some_and(|saves| saves.has(page))
     }
 
+    /// Whether all of some pages are mapped, or come back filled.
+    #[must_use]
+    pub fn comes_filled(&self, pages: &Range<u32>) -> bool {
+        let is_mapped = |page: u32| self.table.word(PageIndex(page)).state.is_mapped();
+        self.bound.get().is_some()
+            || pages.clone().all(|page| self.streams(page) || is_mapped(page))
+    }
+
     /// Whether the bytes of some pages come from elsewhere than the program.
     #[inline]
     #[must_use]

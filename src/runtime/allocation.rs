@@ -132,9 +132,14 @@ impl Allocation {
                 // Never written does not mean never used: the pages may have been faulted raw.
                 let mut users = fill.users();
                 users.push(ready);
-                match self.order(fill.guard(), &users) {
+                let mut ordered = self.order(fill.guard(), &users);
+                let unknown = |error: &Error| error.code() == ErrorCode::Unsupported;
+                if ordered.as_ref().is_err_and(unknown) && self.settle_unknown()? {
+                    ordered = self.order(fill.guard(), &users);
+                }
+                match ordered {
                     // No fence covers a use, and the CPU may not wait for the context.
-                    Err(error) if error.code() == ErrorCode::Unsupported => {
+                    Err(error) if unknown(&error) => {
                         return Ok(self.refuse(Reason::FenceUnknown));
                     }
                     ordered => ordered?,
@@ -277,6 +282,11 @@ impl Allocation {
     /// Lets the guard's stream, or the CPU, come after the tickets.
     fn order(&self, guard: &Guard<'_>, tickets: &[Ticket]) -> Result<()> {
         self.order_after(guard, tickets).map_err(|error| self.told(error))
+    }
+
+    fn settle_unknown(&self) -> Result<bool> {
+        let _scope = self.vbar.runtime().device().enter()?;
+        self.vbar.runtime().pager().settle_unknown().map_err(|error| self.told(error))
     }
 
     fn order_after(&self, guard: &Guard<'_>, tickets: &[Ticket]) -> Result<()> {

@@ -11,6 +11,7 @@ use super::Runtime;
 use crate::copy::fill::Filler;
 use crate::driver::{Driver, DriverCode, DriverResult};
 use crate::error::Result;
+use crate::host::own;
 use crate::units::{DeviceAddress, Stream};
 
 impl Runtime {
@@ -55,19 +56,22 @@ impl Runtime {
     }
 
     /// Ends the page-lock of a range of the program's that begins here, whoever locked it; whether
-    /// there was one. No copy of it is pending.
+    /// there was one. No copy of it is pending. Ranges of the library's own stay locked.
     ///
     /// # Errors
     /// What the driver says.
     pub(crate) fn unlock_host(&self, start: NonNull<u8>) -> Result<bool> {
+        let address = start.addr().get() as u64;
         let mut is_locked = false;
         self.within(|driver| {
-            is_locked = driver.pointer_get_host_range(start.addr().get() as u64)?.is_some();
+            // The driver is asked to unlock nothing else: its codes for that are several.
+            let range = driver.pointer_get_host_range(address)?;
+            is_locked = range.is_some_and(|range| range.start == address) && !own::begins_at(start);
             if !is_locked {
                 return Ok(());
             }
             match driver.mem_host_unregister(start) {
-                // Within a range, but not where it begins.
+                // Page-locked memory that was allocated as such (`cuMemHostAlloc`).
                 Err(error) if error.code == DriverCode::HOST_MEMORY_NOT_REGISTERED => {
                     is_locked = false;
                     Ok(())
@@ -90,5 +94,49 @@ impl Runtime {
         let _scope = self.device().enter()?;
         let done = self.device().retry(|| act(&*self.device().driver));
         done.map_err(|error| self.device().note(error.into()))
+    }
+}
+
+#[cfg(test)]
+#[cfg(not(vbar_loom))]
+mod tests {
+    use super::*;
+    use crate::driver::sim::{Sim, SimOptions};
+    use crate::host::file_pages::FileWindow;
+    use crate::host::locked::{allocate, map_window};
+    use crate::host::source::ModelFile;
+    use crate::options::RuntimeOptions;
+    use crate::units::DeviceOrdinal;
+
+    #[test]
+    fn ranges_of_the_librarys_own_stay_locked() {
+        let options = SimOptions::parse("capacity=64M,granularity=64K,read_only=1").unwrap();
+        let sim = Sim::new(options);
+        let runtime =
+            Runtime::open(sim.driver(), DeviceOrdinal(0), RuntimeOptions::default()).unwrap();
+        sim.ctx_set_current(Some(runtime.device().context)).unwrap();
+        let before = sim.locked_bytes();
+        // As windows of the cache are, the slots of the ring, and pages of files.
+        let mut window = map_window(&sim.driver(), 8192).unwrap();
+        window.register().unwrap();
+        let slots = allocate(&sim.driver(), 2, 4096).unwrap();
+        let stored = tempfile::NamedTempFile::new().unwrap();
+        std::fs::write(stored.path(), [7; 8192]).unwrap();
+        let stored = Arc::new(ModelFile::open(stored.path()).unwrap());
+        let mut pages = FileWindow::map(&sim.driver(), &stored, &(0..8192)).unwrap();
+        pages.register().unwrap();
+        assert_eq!(sim.locked_bytes(), before + 24576);
+        let ranges = sim.locked_ranges();
+        assert!(ranges.len() >= 3, "{ranges:?}");
+        for range in ranges {
+            let start = std::ptr::without_provenance_mut(range.start as usize);
+            assert!(!runtime.unlock_host(NonNull::new(start).unwrap()).unwrap(), "{range:x?}");
+        }
+        assert_eq!(sim.locked_bytes(), before + 24576);
+        let at = NonNull::new(window.bytes_mut().as_mut_ptr()).unwrap();
+        assert!(own::begins_at(at));
+        drop((window, slots, pages));
+        assert!(!own::begins_at(at));
+        assert_eq!((sim.locked_bytes(), sim.violations()), (before, vec![]));
     }
 }

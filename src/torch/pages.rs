@@ -47,6 +47,8 @@ pub(super) struct Pages {
     mapped: u64,
     /// Of those, the ones with something live.
     used: u64,
+    /// Pages that have got a frame so far, as often as they got one.
+    mapped_so_far: u64,
     pub(super) reserve: Reserve,
 }
 
@@ -54,7 +56,7 @@ impl Pages {
     /// `count` pages of `1 << shift` bytes, none of them mapped.
     pub(super) fn new(count: u32, shift: u32) -> Self {
         let reserve = Reserve::default();
-        Self { pages: Vec::new(), shift, count, mapped: 0, used: 0, reserve }
+        Self { pages: Vec::new(), shift, count, mapped: 0, used: 0, mapped_so_far: 0, reserve }
     }
 
     /// Pages of the arena.
@@ -70,6 +72,11 @@ impl Pages {
     /// Pages that are mapped, or about to be.
     pub(super) fn mapped(&self) -> u64 {
         self.mapped
+    }
+
+    /// Pages that have got a frame so far, as often as they got one.
+    pub(super) fn mapped_so_far(&self) -> u64 {
+        self.mapped_so_far
     }
 
     /// Mapped pages with something live.
@@ -163,6 +170,7 @@ impl Pages {
         let entry = self.page_mut(page);
         debug_assert_eq!(entry.used_for, Use::Mapping);
         (entry.used_for, entry.generation) = (for_, generation);
+        self.mapped_so_far += 1;
         self.joined(page)
     }
 

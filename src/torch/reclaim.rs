@@ -1,8 +1,8 @@
 //! Cached pages go back: to weights that need their frames, or to the driver.
 //!
-//! What the work of the last seconds used at a time stays mapped although it is free now
-//! (`reserve`); above that cached pages go before any weight is evicted, and the rest goes before a
-//! request is refused. Never a page with a live block, and none before its fences.
+//! What comes to be in use again and again stays mapped although it is free now (`reserve`); above
+//! that cached pages go before any weight is evicted, and the rest goes before a request is
+//! refused. Never a page with a live block, and none before its fences.
 
 use super::Allocator;
 use super::sweep::Which;
@@ -11,39 +11,94 @@ use crate::memory::pager::{GiveTo, Reclaim};
 use crate::outcome::WaitKind;
 use crate::sync::Relaxed;
 
+/// Who asks for frames.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Asks {
+    /// A fault or a fetch of weights, or a budget that shrinks.
+    Weights,
+    /// A request of the allocator's own.
+    Own,
+}
+
 impl Reclaim for Allocator {
     fn reclaim(&self, frames: u32) -> u32 {
-        if self.closed.load(Relaxed) {
+        self.give_spare(frames, Asks::Weights)
+    }
+
+    fn reclaim_own(&self, frames: u32) -> u32 {
+        self.give_spare(frames, Asks::Own)
+    }
+
+    fn spare(&self, of: Option<u32>) -> u32 {
+        if self.closed.load(Relaxed) || self.direct.is_some() {
             return 0;
         }
-        let spare = {
-            let now = self.pager.device.fences.now();
-            let mut core = self.core.lock();
-            let (used, mapped) = (core.pages.used(), core.pages.mapped());
-            mapped.saturating_sub(core.pages.reserve.pages(now, used))
-        };
-        self.give_frames(spare.min(u64::from(frames)))
+        self.spare_pages(of, Asks::Weights) as u32
     }
 
     fn reclaim_reserved(&self, frames: u32) -> u32 {
-        if self.closed.load(Relaxed) { 0 } else { self.give_frames(u64::from(frames)) }
+        if self.closed.load(Relaxed) || frames == 0 {
+            return 0;
+        }
+        let given = self.give_recorded(u64::from(frames));
+        given + self.give_others(u64::from(frames) - u64::from(given))
+    }
+
+    /// PyTorch begins a pool before it captures. Without its allocator it captures unseen.
+    fn knows_no_capture(&self) -> bool {
+        !self.closed.load(Relaxed) && self.direct.is_none() && !self.open.any()
     }
 }
 
 impl Allocator {
-    fn give_frames(&self, count: u64) -> u32 {
-        if count == 0 {
+    /// Pages that are mapped beyond what is kept from whoever asks, for so many.
+    fn spare_pages(&self, asked: Option<u32>, asks: Asks) -> u64 {
+        let (now, budget) = (self.pager.device.fences.now(), self.pager.budget_pages());
+        let asked = asked.map(u64::from);
+        let mut core = self.core.lock();
+        let (used, mapped) = (core.pages.used(), core.pages.mapped());
+        match asks {
+            Asks::Own => {
+                let spare = mapped.saturating_sub(core.pages.reserve.pages(now, used));
+                spare.min(asked.unwrap_or(u64::MAX))
+            }
+            Asks::Weights => {
+                // All pages that got a frame, less those of the arena.
+                let all = self.pager.device.counters.pages_mapped.load(Relaxed);
+                let loaded = all.saturating_sub(core.pages.mapped_so_far());
+                core.pages.reserve.note_loaded(loaded);
+                core.pages.reserve.for_weights(now, (used, mapped), budget, asked)
+            }
+        }
+    }
+
+    fn give_spare(&self, frames: u32, asks: Asks) -> u32 {
+        if self.closed.load(Relaxed) || frames == 0 {
             return 0;
         }
+        let spare = self.spare_pages(Some(frames), asks);
+        if spare == 0 {
+            return 0;
+        }
+        let given = self.give_recorded(spare);
+        let others = self.give_others(spare - u64::from(given));
+        match asks {
+            // What cannot be had at once is not asked for twice: it comes to the next who asks.
+            Asks::Weights => given,
+            Asks::Own => given + others,
+        }
+    }
+
+    /// Gives pages whose frames can be had, at once or in the order of streams.
+    fn give_recorded(&self, count: u64) -> u32 {
         self.poll_pending();
-        let recorded = self.release_empty(count, Which::Recorded, GiveTo::Pages);
-        // The frames of the others come when their stream is used again, by a fault of the pager
-        // too, or after a wait for the context.
-        let others = match count - recorded {
-            0 => 0,
-            missing => self.release_empty(missing, Which::Any, GiveTo::Pages),
-        };
-        (recorded + others) as u32
+        self.release_empty(count, Which::Recorded, GiveTo::Pages) as u32
+    }
+
+    /// Gives pages whose frames come when their stream is used again, by a fault of the pager too,
+    /// or after a wait for the context.
+    fn give_others(&self, count: u64) -> u32 {
+        if count == 0 { 0 } else { self.release_empty(count, Which::Any, GiveTo::Pages) as u32 }
     }
 
     /// Gives up to `count` empty pages back. Returns how many went.

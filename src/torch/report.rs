@@ -13,11 +13,17 @@ impl Allocator {
     /// Everything that is counted.
     #[must_use]
     pub fn statistics(&self) -> AllocatorStatistics {
-        let now = self.pager.device.fences.now();
+        if process::ending() {
+            return AllocatorStatistics::default();
+        }
+        let (now, budget) = (self.pager.device.fences.now(), self.pager.budget_pages());
         let Some(mut core) = self.look() else { return AllocatorStatistics::default() };
         let (used, page_bytes) = (core.pages.used(), core.geometry.page_bytes);
         core.note_splits();
-        core.statistics.reserve_bytes = core.pages.reserve.pages(now, used) * page_bytes;
+        let mapped = core.pages.mapped();
+        let reserve = &mut core.pages.reserve;
+        let spare = reserve.for_weights(now, (used, mapped), budget, None);
+        core.statistics.reserve_bytes = (mapped - spare) * page_bytes;
         core.statistics.pool_bytes = core.private_pages() * page_bytes;
         core.statistics
     }

@@ -9,10 +9,22 @@ use std::process::{Command, Output};
 
 use tempfile::TempDir;
 
-/// Writes down its options and its program, runs that, and sums up as it is told to.
+/// Writes down its options and its program, runs that, and sums up as it is told to. An option that
+/// the tool does not have ends it, and one that takes no value makes its value the program.
 const TOOL: &str = r#"#!/bin/sh
 echo "$@" >> "$CALLS"
-while [ "${1#--}" != "$1" ]; do shift 2; done
+while [ "${1#--}" != "$1" ]; do
+    case "$1" in
+    --tool | --error-exitcode | --target-processes | --print-limit) shift 2 ;;
+    --report-api-errors | --leak-check) shift 2 ;;
+    --track-unused-memory) shift ;;
+    *) echo "unrecognised option '$1'"; exit 1 ;;
+    esac
+done
+if ! command -v "$1" >/dev/null; then
+    echo "========= Target application doesn't exist or is not a valid executable"
+    exit 1
+fi
 "$@" || exit
 case "$1" in
 *"${BROKEN-nothing}"*) echo "========= ERROR SUMMARY: 3 errors"; exit "${STATUS-86}" ;;
@@ -74,7 +86,11 @@ impl Bundle {
     }
 
     fn run(&self, more: &[(&str, &str)]) -> (bool, String) {
-        let out = self.command("device-run.sh").arg("sanitizer").envs(more.to_vec()).output();
+        self.run_parts(&["sanitizer"], more)
+    }
+
+    fn run_parts(&self, parts: &[&str], more: &[(&str, &str)]) -> (bool, String) {
+        let out = self.command("device-run.sh").args(parts).envs(more.to_vec()).output();
         told(&out.unwrap())
     }
 
@@ -183,5 +199,32 @@ fn a_program_that_fails_keeps_its_status_and_a_tool_that_is_missing_is_told() {
     if !Path::new("/usr/local/cuda").exists() {
         let (code, text) = run("sanitized.sh", Some("/usr/bin:/bin"), &["memcheck", "./fails"]);
         assert!(code == Some(127) && text.contains("CUDA's toolkit"), "{code:?}: {text}");
+    }
+}
+
+/// While a soak has all of the device's memory nobody else gets a context, `vbar doctor` included.
+#[test]
+fn a_soak_is_looked_at_while_the_device_has_no_room_for_others() {
+    let bundle = Bundle::new();
+    bundle.script("vbar", "#!/bin/sh\necho \"no context\"\nexit 1\n");
+    fs::create_dir(bundle.path("benches")).unwrap();
+    // It takes its verdict from the folder's name.
+    let judge = "import sys; print('judged', *sys.argv[1:]); sys.exit('bad' in sys.argv[2])";
+    fs::write(bundle.path("benches/soak.py"), judge).unwrap();
+    for (folder, passes) in [("good", true), ("bad", false)] {
+        let folder = bundle.path(folder);
+        fs::create_dir(&folder).unwrap();
+        for name in ["soak.jsonl", "soak.log", "soak.svg", "verdict.json"] {
+            fs::write(folder.join(name), "").unwrap();
+        }
+        let polled = [("SOAK_FOLDER", folder.to_str().unwrap())];
+        let (passed, text) = bundle.run_parts(&["soak-poll"], &polled);
+        assert!(passed == passes && text.contains("judged --report"), "{text}");
+        assert!(!text.contains("no context"), "{text}");
+    }
+    // Whatever else is asked for needs a device.
+    for parts in [&["soak-poll", "suite"][..], &["soak"], &[]] {
+        let (passed, text) = bundle.run_parts(parts, &[]);
+        assert!(!passed && text.contains("no usable GPU") && !text.contains("judged"), "{text}");
     }
 }

@@ -72,6 +72,9 @@ pub(super) fn check_registered_memory(rig: &Rig) {
     assert_eq!(register(rig, at, 0), Err(DriverCode::INVALID_VALUE));
     register(rig, at, LEN).expect("registering");
     assert_eq!(register(rig, at, LEN), Err(DriverCode::HOST_MEMORY_ALREADY_REGISTERED));
+    // Within it, but not where it begins.
+    let within = NonNull::new(memory[4096..].as_mut_ptr()).expect("not at 0");
+    assert_eq!(unregister(rig, within), Err(DriverCode::INVALID_VALUE));
     // Behind work that takes its time: the copy is asynchronous, as from any page-locked memory.
     rig.memset(pages.address, 0, rig.page, stream);
     rig.write_late(pages.address, 16, 50, stream);

@@ -48,6 +48,16 @@ impl HostMemory {
         self.ranges.read().values().sum::<u64>() + self.registered.read().values().sum::<u64>()
     }
 
+    /// The page-locked ranges.
+    pub(super) fn locked_ranges(&self) -> Vec<Range<u64>> {
+        let both = [&self.ranges, &self.registered];
+        let of = |ranges: &RwLock<BTreeMap<u64, u64>>| {
+            let ranges = ranges.read();
+            ranges.iter().map(|(&start, &bytes)| start..start + bytes).collect::<Vec<_>>()
+        };
+        both.into_iter().flat_map(of).collect()
+    }
+
     /// Whether all of the range lies in one page-locked range.
     pub(super) fn contains(&self, address: u64, bytes: u64) -> bool {
         [&self.ranges, &self.registered].into_iter().any(|ranges| {
@@ -223,7 +233,13 @@ impl Core {
         self.alive(context.device, verb)?;
         let start = memory.as_ptr().expose_provenance() as u64;
         let bytes = self.host.registered.read().get(&start).copied();
-        let bytes = bytes.ok_or_else(|| verb.error(DriverCode::HOST_MEMORY_NOT_REGISTERED))?;
+        let bytes = bytes.ok_or_else(|| {
+            let around = before(&self.host.registered.read(), start);
+            verb.error(match around.is_some_and(|range| range.contains(&start)) {
+                true => DriverCode::INVALID_VALUE,
+                false => DriverCode::HOST_MEMORY_NOT_REGISTERED,
+            })
+        })?;
         if let Some(Point { stream, number }) = self.host.pending_copy(&(start..start + bytes)) {
             let (at, stream_id) = (context.device, stream.id);
             let text = format!("host memory {start:#x} of {bytes} bytes was unregistered while");

@@ -4,6 +4,7 @@
 //! device, so nothing outside tests and demonstrations may need it.
 #![expect(unsafe_code, reason = "peeks at device memory through the device's window")]
 
+use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
@@ -70,6 +71,12 @@ impl Sim {
     #[must_use]
     pub fn locked_bytes(&self) -> u64 {
         self.core.host.locked_bytes()
+    }
+
+    /// The ranges of page-locked host memory, in no order.
+    #[must_use]
+    pub fn locked_ranges(&self) -> Vec<Range<u64>> {
+        self.core.host.locked_ranges()
     }
 
     /// Events not destroyed.

@@ -103,6 +103,7 @@ impl Pager {
         self.reap()?;
         self.shrink()?;
         self.prepare_poison()?;
+        self.ask_ahead(wanted);
         let begin_ns = trace::begin();
         let (claims, fetched, _under_way) = {
             let mut state = self.state.lock();
@@ -126,6 +127,29 @@ impl Pager {
                 }
                 Ok(Fetched { done: 0, stop: Some(Stop::NoFrame) })
             }
+        }
+    }
+
+    /// Asks whoever holds frames that it can do without for those that there are not: before the
+    /// engine names pages that lose theirs.
+    fn ask_ahead(&self, wanted: &[Wanted]) {
+        let Some(reclaimer) = self.reclaimer() else { return };
+        let missing = {
+            let state = self.state.lock();
+            let absent = |wanted: &&Wanted| {
+                let PageOf { bar, page } = &wanted.page;
+                bar.table.word(PageIndex(*page)).state == PageState::Absent
+            };
+            let needed = wanted.iter().filter(absent).count() as u32;
+            let there = state.frames.free_count() + state.creatable(self.page_bytes());
+            if state.is_turn(None) {
+                needed.saturating_sub(there + state.leaving_count())
+            } else {
+                0
+            }
+        };
+        if missing > 0 {
+            reclaimer.reclaim(missing);
         }
     }
 
@@ -217,16 +241,18 @@ impl Pager {
         self.filler.lock().as_ref()?.link_ns_per_mib()
     }
 
-    /// Frames that the VBARs of some numbers can have together: what others hold is theirs. Asks
-    /// under the device's lock.
+    /// Frames that the VBARs of some numbers can have together: what others hold is theirs, but for
+    /// what whoever is asked for frames can do without. Asks under the device's lock.
     #[must_use]
     pub fn frames_for(&self, is_asked_for: impl Fn(u32) -> bool) -> u64 {
+        let spare = self.reclaimer().map_or(0, |reclaimer| reclaimer.spare(None));
         let state = self.state.lock();
         let others = state.bars.iter().filter(|(number, _)| !is_asked_for(**number));
         let open = others.filter(|(_, entry)| entry.life == Life::Open);
         let held: u64 = open.map(|(_, entry)| entry.resident.len() as u64).sum();
         let lost = u64::from(state.frames.quarantined());
-        state.allowed_pages(self.device.options.page_size).saturating_sub(held + lost)
+        let allowed = state.allowed_pages(self.device.options.page_size);
+        allowed.saturating_sub((held + lost).saturating_sub(u64::from(spare)))
     }
 }
 

@@ -511,15 +511,14 @@ impl Pager {
                     reaping = Reaping::All;
                 }
                 Planned::LeaveHost(taken) => drop(self.part_with_hosted(taken)),
-                Planned::Reclaim(frames) => patience.ask_for(frames),
+                Planned::Reclaim(frames) => patience.ask_for(frames, requests, stream, standing)?,
                 Planned::Wait(kind) => patience.pause(kind)?,
                 Planned::ContextWait | Planned::Refuse(Reason::FenceUnknown)
                     if patience.cover_own(stream, slot, capture)? => {}
-                Planned::ContextWait if patience.may_wait_for_context(capture) => {
-                    self.device.context_wait()?;
-                }
+                Planned::ContextWait if patience.wait_for_context(capture)? => {}
                 Planned::ContextWait => return Ok(Err(Reason::FenceUnknown)),
                 Planned::Refuse(reason) if patience.ask_last(requests, reason) => {}
+                Planned::Refuse(Reason::FenceUnknown) if patience.wait_for_context(capture)? => {}
                 Planned::Refuse(reason) => return Ok(Err(reason)),
             }
         }

@@ -7,10 +7,10 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::plan::Reclaiming;
+use super::plan::{Reclaiming, Standing};
 use super::{Pager, Reclaim, Request};
 use crate::driver::CaptureState;
-use crate::error::Result;
+use crate::error::{ErrorCode, Result};
 use crate::outcome::{Reason, WaitKind};
 use crate::process;
 use crate::sync::fence::StreamSlot;
@@ -46,10 +46,30 @@ impl<'a> Patience<'a> {
     }
 
     /// Asks for frames, with no lock held, until there is nothing to give.
-    pub(super) fn ask_for(&mut self, frames: u32) {
-        if self.reclaimer.as_ref().is_none_or(|reclaimer| reclaimer.reclaim(frames) == 0) {
+    ///
+    /// # Errors
+    /// What the driver says of the request's stream.
+    pub(super) fn ask_for(
+        &mut self,
+        frames: u32,
+        requests: &[Request<'_>],
+        stream: Stream,
+        standing: Standing,
+    ) -> Result<()> {
+        let Some(reclaimer) = self.reclaimer.clone() else { return Ok(()) };
+        let given = if requests.iter().all(|request| request.bar.is_arena()) {
+            reclaimer.reclaim_own(frames)
+        } else {
+            // What was freed behind the last work on this stream can be had once it is covered.
+            if reclaimer.spare(Some(frames)) > 0 {
+                self.cover_own(stream, standing.slot, standing.capture)?;
+            }
+            reclaimer.reclaim(frames)
+        };
+        if given == 0 {
             self.reclaimer = None;
         }
+        Ok(())
     }
 
     /// Asks for frames that their holder would rather keep, before the request is refused; whether
@@ -111,11 +131,48 @@ impl<'a> Patience<'a> {
         Ok(true)
     }
 
+    /// Finds out what no fence covers by a wait for the context, if the options allow it or
+    /// [`Pager::settle_unknown`] does. Once a request; returns whether it was done.
+    pub(super) fn wait_for_context(&mut self, capture: CaptureState) -> Result<bool> {
+        let device = &self.pager.device;
+        if self.may_wait_for_context(capture) {
+            return device.context_wait().map(|()| true);
+        }
+        if capture != CaptureState::None || self.context_waited.replace(()).is_some() {
+            return Ok(false);
+        }
+        self.pager.settle_unknown()
+    }
+
     /// Once a request, if the options allow it, and never while a known stream is being captured.
     pub(super) fn may_wait_for_context(&mut self, capture: CaptureState) -> bool {
         capture == CaptureState::None
             && self.pager.device.may_wait_for_context()
             && self.context_waited.replace(()).is_none()
+    }
+}
+
+impl Pager {
+    /// Finds out what no fence covers by a wait for the current context, whatever the options say,
+    /// where PyTorch's allocator knows that this breaks no capture. What its streams have freed or
+    /// used is covered when they are used again, and one that rests keeps it from everybody.
+    /// Returns whether it was done.
+    ///
+    /// # Errors
+    /// `Cancelled`, and what the driver says.
+    pub(crate) fn settle_unknown(&self) -> Result<bool> {
+        let device = &self.device;
+        let is_safe = !device.fences.is_capture_known()
+            && self.reclaimer().is_some_and(|reclaimer| reclaimer.knows_no_capture());
+        if !is_safe {
+            return Ok(false);
+        }
+        match device.context_wait_asked() {
+            Err(error) if matches!(error.code(), ErrorCode::TimedOut | ErrorCode::Unsupported) => {
+                Ok(false)
+            }
+            waited => waited.map(|()| true),
+        }
     }
 }
 

@@ -475,13 +475,11 @@ impl Search<'_> {
         }
         if own.is_arena() {
             // What was asked for cannot be computed without, and weights can be streamed.
-            self.take_from_plans(state, |_| true);
+            [false, true].into_iter().for_each(|kept| self.take_of_plans(state, kept, |_| true));
             return OwnVictims::None;
         }
         let ranges = || items.iter().filter(|item| item.bar.id == own.id).map(|item| &item.pages);
-        let is_mapped = |page: u32| own.table.word(PageIndex(page)).state.is_mapped();
-        let streams = |page: u32| own.streams(page) || is_mapped(page);
-        if own.bound().is_none() && !ranges().all(|pages| pages.clone().all(streams)) {
+        if !ranges().all(|pages| own.comes_filled(pages)) {
             let entry = state.bar(own.id);
             let end = ranges().map(|pages| pages.end).max().unwrap_or(0).max(entry.floor);
             self.take_from(own, entry.resident.range(end..).rev().copied());
@@ -502,36 +500,43 @@ impl Search<'_> {
         }
         // One that no plan has yet, and that has lost all its pages to those that a plan has: it
         // must have frames to be learned.
-        let class = limit.class;
-        self.take_from_plans(state, |entry| entry.rank.class <= class);
-        // Nor does a higher rank keep it from streaming through frames of others like it: an order
-        // in which models take turns is learned of faults that are served.
-        for entry in state.order.range(limit..).map(|rank| state.bar(rank.bar)) {
-            let is_like_it = entry.bar.has_filled() && entry.kept.is_none();
-            if is_like_it && entry.rank.class == class && entry.bar.id != own.id {
-                let pages = entry.resident.range(entry.floor..).rev().copied();
-                self.take_from(&entry.bar, pages.filter(|page| entry.bar.streams(*page)));
-            }
-        }
+        let like = |of: &BarState| of.rank.class <= limit.class;
+        [false, true].into_iter().for_each(|kept| self.take_of_plans(state, kept, like));
+        self.take_from_likes(state, own, limit);
         OwnVictims::Some
     }
 
     /// Takes pages that no plan keeps: of the VBAR itself, the one filled first first, then of the
-    /// others that have plans; then what plans keep, lowest rank first.
+    /// others that have plans, then of those like it that have none; then what plans keep, lowest
+    /// rank first.
     fn victims_of_plans(&mut self, state: &State, own: &Arc<Bar>) {
         let entry = state.bar(own.id);
         let streaming = entry.streaming.iter().copied();
         self.take_from(own, streaming.filter(|page| *page >= entry.floor && !entry.is_kept(*page)));
-        self.take_from_plans(state, |_| true);
+        self.take_of_plans(state, false, |_| true);
+        // Such a one takes what streams here, too: it would end up with all that is not pinned.
+        self.take_from_likes(state, own, entry.rank);
+        self.take_of_plans(state, true, |_| true);
     }
 
-    /// Takes pages of VBARs that have plans, what these do not keep first.
-    fn take_from_plans(&mut self, state: &State, from: impl Fn(&BarState) -> bool) {
-        let others = || state.order.iter().map(|rank| state.bar(rank.bar));
-        for kept in [false, true] {
-            for entry in others().filter(|entry| entry.kept.is_some() && from(entry)) {
+    /// Takes pages that plans keep, or do not.
+    fn take_of_plans(&mut self, state: &State, kept: bool, from: impl Fn(&BarState) -> bool) {
+        let others = state.order.iter().map(|rank| state.bar(rank.bar));
+        for entry in others.filter(|entry| entry.kept.is_some() && from(entry)) {
+            let pages = entry.resident.range(entry.floor..).rev().copied();
+            self.take_from(&entry.bar, pages.filter(|page| entry.is_kept(*page) == kept));
+        }
+    }
+
+    /// Takes pages of bound VBARs of the same class and a higher rank that have no plan: nor does a
+    /// rank keep others like it from streaming through their frames. An order in which models take
+    /// turns is learned of faults that are served.
+    fn take_from_likes(&mut self, state: &State, own: &Arc<Bar>, rank: Rank) {
+        for entry in state.order.range(rank..).map(|rank| state.bar(rank.bar)) {
+            let is_like_it = entry.bar.has_filled() && entry.kept.is_none();
+            if is_like_it && entry.rank.class == rank.class && entry.bar.id != own.id {
                 let pages = entry.resident.range(entry.floor..).rev().copied();
-                self.take_from(&entry.bar, pages.filter(|page| entry.is_kept(*page) == kept));
+                self.take_from(&entry.bar, pages.filter(|page| entry.bar.streams(*page)));
             }
         }
     }

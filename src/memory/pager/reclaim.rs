@@ -30,10 +30,25 @@ impl Reclaim for Both {
         given + if missing > 0 { self.1.reclaim(missing) } else { 0 }
     }
 
+    fn reclaim_own(&self, frames: u32) -> u32 {
+        let given = self.0.reclaim_own(frames);
+        let missing = frames.saturating_sub(given);
+        given + if missing > 0 { self.1.reclaim_own(missing) } else { 0 }
+    }
+
+    fn spare(&self, of: Option<u32>) -> u32 {
+        let first = self.0.spare(of);
+        first.saturating_add(self.1.spare(of.map(|of| of.saturating_sub(first))))
+    }
+
     fn reclaim_reserved(&self, frames: u32) -> u32 {
         let given = self.0.reclaim_reserved(frames);
         let missing = frames.saturating_sub(given);
         given + if missing > 0 { self.1.reclaim_reserved(missing) } else { 0 }
+    }
+
+    fn knows_no_capture(&self) -> bool {
+        self.0.knows_no_capture() || self.1.knows_no_capture()
     }
 }
 
@@ -43,11 +58,30 @@ pub trait Reclaim: Send + Sync {
     /// that were; 0 when there is nothing to give.
     fn reclaim(&self, frames: u32) -> u32;
 
+    /// As [`Reclaim::reclaim`], for a request of the library's own allocator: it may be the holder.
+    fn reclaim_own(&self, frames: u32) -> u32 {
+        self.reclaim(frames)
+    }
+
+    /// Frames that [`Reclaim::reclaim`] would give back now, about, if it was told of so many, or
+    /// again and again. An engine counts on them as on free ones.
+    fn spare(&self, of: Option<u32>) -> u32 {
+        let _ = of;
+        0
+    }
+
     /// As [`Reclaim::reclaim`], asked last: without them the request is refused, or the budget
     /// exceeded. What is kept to be ready for the next step goes too.
     fn reclaim_reserved(&self, frames: u32) -> u32 {
         let _ = frames;
         0
+    }
+
+    /// Whether it is told of the captures of its program and there is none now: then a request
+    /// waits for the context, whatever the options say, before it is refused for what no fence
+    /// covers.
+    fn knows_no_capture(&self) -> bool {
+        false
     }
 }
 
@@ -65,6 +99,11 @@ impl Pager {
         if !process::ending() {
             *self.reclaim.allocator.lock() = Some(Arc::downgrade(allocator));
         }
+    }
+
+    /// Pages that the budget allows in all.
+    pub fn budget_pages(&self) -> u64 {
+        self.state.lock().allowed_pages(self.device.options.page_size)
     }
 
     /// Who is registered, if it still lives.

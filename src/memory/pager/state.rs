@@ -360,6 +360,14 @@ impl State {
         self.frames.handle(frame)
     }
 
+    /// Frames of pages that are gone but for their last users, which go to the free list then.
+    pub(super) fn leaving_count(&self) -> u32 {
+        let to_list = |entry: &&Lingering| {
+            matches!(entry.frame, LingeringFrame::To(_, Destination::FreeList))
+        };
+        self.lingering.iter().filter(to_list).count() as u32
+    }
+
     /// Takes the frames of up to `count` pages that are gone but for their last users, if `admit`
     /// lets them, which is asked about each once. The pages' mappings stay behind until these have
     /// passed.

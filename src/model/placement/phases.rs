@@ -25,6 +25,9 @@ use crate::model::schedule::PageRef;
 /// is a load more in each of the passes.
 const SPARE: i64 = 1;
 
+/// Turns of a cycle at most: the pages that stay are listed for each.
+const TURNS_MAX: usize = 128;
+
 /// A placement as it is followed: which pages stay, which come and go, and when.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct Layout {
@@ -105,7 +108,8 @@ impl Layout {
     }
 
     /// Steps behind which the pages that are kept have become others, each time that a part of
-    /// them has changed; about `parts` parts in a cycle of two phases. Begins with step 0.
+    /// them has changed; about `parts` parts in a cycle of two phases, and [`TURNS_MAX`] in any.
+    /// Begins with step 0.
     #[must_use]
     pub fn turns(&self, parts: usize) -> Vec<usize> {
         let mut changes = vec![0usize; self.step_count];
@@ -113,7 +117,8 @@ impl Layout {
             changes[stay.first % self.step_count] += 1;
             changes[stay.last % self.step_count] += 1;
         }
-        let part = (self.stays.len() / parts.max(1)).max(1);
+        let most = changes.iter().sum::<usize>().div_ceil(TURNS_MAX);
+        let part = (self.stays.len() / parts.max(1)).max(most).max(1);
         let mut turns = vec![0];
         let mut changed = 0;
         for (step, count) in changes.iter().enumerate().skip(1) {
@@ -179,6 +184,13 @@ impl Ranking {
             self.phases(level).iter().for_each(|phase| chooser.keep_phase(phase));
         }
         chooser
+    }
+
+    /// Looks at visits that a choice among these items takes: for each, all of its page's. The
+    /// gaps of a page are of few kinds where passes repeat, and of as many as it has visits where
+    /// they come in no order.
+    pub(super) fn work_of(&self, items: &[Item]) -> u64 {
+        items.iter().map(|item| self.visits[item.place as usize].len() as u64).sum()
     }
 
     /// Class, larger first, and length of gaps, shorter first.

@@ -16,6 +16,14 @@ use super::{Placement, Ranking, TooFewFrames};
 const COST_GAIN: u64 = 1000;
 /// or one part in this many of its loads.
 const LOADS_GAIN: u64 = 64;
+/// Looks at visits that a choice of what is kept for parts of a cycle may take, whatever the cycle:
+/// about a tenth of a second;
+const PHASES_WORK_MAX: u64 = 1 << 20;
+/// or so many at each visit, however many these are. A workflow takes two or three: a gap is one
+/// between two passes or one between two phases. Thousands of passes in no order take thousands, so
+/// that the plan of 100,000 steps took ten seconds and that of 262,000 a minute and a half, in
+/// which nothing was fetched ahead.
+const PHASES_WORK_A_VISIT: u64 = 8;
 /// Passes between two trials in a direction that has not paid, at most.
 const PATIENCE_MAX: u32 = 64;
 /// Passes before the first trial of more frames and of fewer: the first ones still put what streams
@@ -79,6 +87,10 @@ impl Ranking {
         let mut best = self.place_best(frames)?.layout();
         let items = self.items();
         if best.streaming_frames() == 0 || !items.iter().any(|item| self.is_part(item)) {
+            return Ok(best);
+        }
+        let visits = self.timetable.len() as u64;
+        if self.work_of(&items) > PHASES_WORK_MAX.max(visits * PHASES_WORK_A_VISIT) {
             return Ok(best);
         }
         let flow_of = |layout: &Layout| layout.forecast().map(|of| (of.cost, of.flow.loads));

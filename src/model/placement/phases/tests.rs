@@ -163,6 +163,51 @@ fn pages_are_kept_from_their_load_to_their_last_visit() {
     assert!(turns.is_sorted() && turns.iter().all(|turn| *turn < all));
 }
 
+/// Passes over three models in an order that a number says: four of each, or none.
+fn passes(count: usize, mut model: impl FnMut(usize) -> u32) -> Ranking {
+    let of = |bar: u32| layer_steps(bar, &[4; 16], C * 3 / 2, bar * 16);
+    ranking_of((0..count).flat_map(|pass| of(model(pass))).collect())
+}
+
+/// The work of a choice grows with the visits where passes repeat, and with their square where they
+/// come in no order: that would take minutes for as many steps as are remembered.
+#[test]
+fn phases_are_looked_for_in_workflows_and_not_in_thousands_of_passes_in_no_order() {
+    let mut number = 7u64;
+    let mut random = |_| {
+        number = number.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+        (number >> 33) as u32 % 3
+    };
+    let frames = 90;
+    let short = passes(40, &mut random);
+    assert!(short.lay_out(frames).unwrap().has_phases(), "few passes cost little");
+    let long = passes(2400, &mut random);
+    let (work, visits) = (long.work_of(&long.items()), long.timetable.len() as u64);
+    assert!(work > 200 * visits, "{work} for {visits}");
+    let layout = long.lay_out(frames).unwrap();
+    assert_eq!(layout, long.place_best(frames).unwrap().layout());
+    // As many passes in the order of a workflow.
+    let workflow = passes(2400, |pass| (pass / 800) as u32);
+    let work = workflow.work_of(&workflow.items());
+    assert!(work > 1 << 18 && work <= 3 * visits, "{work} for {visits}");
+    assert!(workflow.lay_out(frames).unwrap().has_phases());
+}
+
+/// Each turn is a list of the pages that stay.
+#[test]
+fn a_cycle_has_a_bounded_number_of_turns() {
+    let mut number = 9u64;
+    let ranking = passes(200, |_| {
+        number = number.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+        (number >> 33) as u32 % 3
+    });
+    let layout = ranking.lay_out(90).unwrap();
+    let changes: usize = layout.stays.values().map(|stays| 2 * stays.len()).sum();
+    assert!(changes / (layout.stays.len() / 8) > 3 * TURNS_MAX, "{changes}");
+    let turns = layout.turns(8);
+    assert!(turns.len() > TURNS_MAX / 2 && turns.len() <= TURNS_MAX + 1, "{}", turns.len());
+}
+
 #[test]
 fn a_streaming_frame_more_moves_pages_at_the_margin_only() {
     for steps in [workflow(C, 6), experts(C, 6)] {
