@@ -93,6 +93,7 @@ def main():
     parser.add_argument("--folder", type=pathlib.Path, help="of checkpoints, which stay there")
     parser.add_argument("--seconds", type=float, default=float("inf"))
     parser.add_argument("--json", type=pathlib.Path, help="each measurement is added, a line each")
+    parser.add_argument("--off", action="store_true", help="ours too with VBAR_COMFY_AHEAD=off")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     told = parser.parse_args()
     if told.child:
@@ -116,6 +117,8 @@ def run_child(told, folder, **asked):
     path = [str(told.original.resolve())] if asked["kind"] == "original" else []
     path = [*path, os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path))}
+    if asked["kind"] == "off":
+        environment["VBAR_COMFY_AHEAD"] = "off"
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True)
     if done.returncode:
         return {"died": f"ended with {done.returncode}: {done.stdout.strip()[-500:]}"}
@@ -173,7 +176,7 @@ def compare(told, case, made, measured):
         yield f"{case}, plain: {plain['died']}"
         return
     show(case, None, "plain", plain)
-    kinds = ["ours", "original"] if told.original else ["ours"]
+    kinds = ["ours", *["off"] * told.off, *["original"] * bool(told.original)]
     for cap in caps_of(told, case):
         floor, streamed = floor_of(plain, cap, made, told.steps)
         times = {kind: [] for kind in kinds}
@@ -260,7 +263,7 @@ def child(told, asked):
     elif asked["cap"] is not None:
         # Of the card's size, which was asked in another process: CUDA is not to be used yet.
         sys.argv += ["--vram-headroom", repr(asked["total"] / GIB - asked["cap"])]
-    if kind == "ours":
+    if kind in ("ours", "off"):
         import logging
 
         import vbar.comfy
@@ -333,7 +336,7 @@ class Client:
 
         import comfy_aimdo.control as control
 
-        self.is_dynamic = kind in ("ours", "original")
+        self.is_dynamic = kind in ("ours", "off", "original")
         if self.is_dynamic:
             assert control.init(simple_vram_headroom=None), "the allocator was not loaded"
         import torch

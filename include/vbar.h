@@ -1670,6 +1670,16 @@ typedef struct VbarStatistics {
    could be dropped.
    */
   uint64_t locked_registered_bytes;
+  /*
+   Of `locked_bytes`, those that hold what `vbar_bar_save` saved, room for more included.
+   */
+  uint64_t locked_saved_bytes;
+  /*
+   Of `locked_bytes`, those that are to go: what is above the allowance, and all that is saved
+   while the system is short of memory. The library gives back what it can by itself; what is
+   saved goes by `vbar_bar_drop_save`.
+   */
+  uint64_t locked_excess_bytes;
 } VbarStatistics;
 
 /*
@@ -2350,6 +2360,40 @@ VbarStatus vbar_device_lock_host(struct VbarDevice device, void *memory, uint64_
  locked range begins there, or one that the library has locked for itself. Thread-safe.
  */
 VbarStatus vbar_device_unlock_host(struct VbarDevice device, void *memory);
+
+/*
+ Takes page-locked memory for bytes of a VBAR that is not bound, to save them once they are
+ written. From here on the watermark does not keep them out: they come and go as those of a bound
+ VBAR do. Again: does nothing. Ranges may share pages and must not overlap. Statuses: the common
+ ones, the driver's, `CLOSED`; `HOST_MEMORY` where the allowance for page-locked memory has no
+ room or the system is short of memory; `INVALID_ARGUMENT` for no bytes, a range outside the VBAR
+ or over another one, and a bound VBAR. Locks memory now and then, which stops launches for some
+ milliseconds. Thread-safe.
+ */
+VbarStatus vbar_bar_prepare_save(struct VbarBar bar, uint64_t bar_offset, uint64_t bytes);
+
+/*
+ Saves bytes that were prepared and are pinned, as they are behind what was enqueued on `stream`;
+ unpin them on that stream afterwards. From now on their pages come back with these bytes, ahead
+ of need where the device has threads: `VbarFault::signature` changes as ever, the bytes do not.
+ Until `vbar_bar_drop_save` nobody writes them. Statuses: the common ones, the driver's,
+ `CLOSED`; `UNSUPPORTED` for a stream that is being captured; `INVALID_ARGUMENT` for no stream,
+ and for what is not pinned, was not prepared or is saved already. Where the copy failed they are
+ not prepared any more. Thread-safe.
+ */
+VbarStatus vbar_bar_save(struct VbarBar bar,
+                         uint64_t bar_offset,
+                         uint64_t bytes,
+                         VbarStream stream);
+
+/*
+ Forgets what was saved of bytes of a VBAR, the same ones, and gives their memory back; pages
+ keep them as long as they are resident. Waits for the copies to and from that memory, so whoever
+ has pinned them may write them on any stream that comes after their uses. Does nothing where
+ nothing was prepared. Statuses: the common ones, the driver's, `TIMED_OUT`, `CANCELLED`;
+ forgotten all the same. Thread-safe.
+ */
+VbarStatus vbar_bar_drop_save(struct VbarBar bar, uint64_t bar_offset, uint64_t bytes);
 
 /*
  Opens a safetensors model (a file, a sharded model's index, or a folder) and binds it to a VBAR

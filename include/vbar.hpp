@@ -91,6 +91,25 @@ public:
     Result<void> try_prefetch(std::uint64_t bar_offset, std::uint64_t bytes) const {
         return Result<void>::of(vbar_bar_prefetch(bar_, bar_offset, bytes));
     }
+    // Takes page-locked memory for bytes that the program writes, to save them once they are
+    // written; from here on no watermark keeps them out.
+    // Errors: host_memory, invalid_argument for no bytes, outside the VBAR, over another range, and
+    // on a bound VBAR.
+    Result<void> try_prepare_save(std::uint64_t bar_offset, std::uint64_t bytes) const {
+        return Result<void>::of(vbar_bar_prepare_save(bar_, bar_offset, bytes));
+    }
+    // Saves bytes that were prepared and are pinned, behind the work on `stream`: from now on their
+    // pages come back with them. Unpin them on that stream.
+    // Errors: invalid_argument for what is not pinned or was not prepared, unsupported for a stream
+    // that is being captured.
+    Result<void> try_save(std::uint64_t bar_offset, std::uint64_t bytes, Stream stream) const {
+        return Result<void>::of(vbar_bar_save(bar_, bar_offset, bytes, stream.get()));
+    }
+    // Forgets what was saved of bytes: waits for its copies, then they may be written.
+    // Errors: timed_out, cancelled; forgotten all the same.
+    Result<void> try_drop_save(std::uint64_t bar_offset, std::uint64_t bytes) const {
+        return Result<void>::of(vbar_bar_drop_save(bar_, bar_offset, bytes));
+    }
     // Makes it the newest of its class and lifts its watermark; makes it the oldest.
     Result<void> try_prioritise() const { return Result<void>::of(vbar_bar_prioritise(bar_)); }
     Result<void> try_deprioritise() const { return Result<void>::of(vbar_bar_deprioritise(bar_)); }
@@ -150,6 +169,15 @@ public:
     }
     void prefetch(std::uint64_t bar_offset, std::uint64_t bytes) const {
         try_prefetch(bar_offset, bytes).value();
+    }
+    void prepare_save(std::uint64_t bar_offset, std::uint64_t bytes) const {
+        try_prepare_save(bar_offset, bytes).value();
+    }
+    void save(std::uint64_t bar_offset, std::uint64_t bytes, Stream stream) const {
+        try_save(bar_offset, bytes, stream).value();
+    }
+    void drop_save(std::uint64_t bar_offset, std::uint64_t bytes) const {
+        try_drop_save(bar_offset, bytes).value();
     }
     void prioritise() const { try_prioritise().value(); }
     void deprioritise() const { try_deprioritise().value(); }

@@ -61,6 +61,7 @@ files! {
     test_comfy_bench
     test_comfy_report
     test_comfy_residents
+    test_comfy_saved
     test_comfy_start
     test_comfy_traces
     test_garbage

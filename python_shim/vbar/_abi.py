@@ -272,6 +272,8 @@ class Statistics(ctypes.Structure):
         ("source_host_locked_bytes", c_uint64),
         ("source_host_pageable_bytes", c_uint64),
         ("locked_registered_bytes", c_uint64),
+        ("locked_saved_bytes", c_uint64),
+        ("locked_excess_bytes", c_uint64),
     ]
 
 
@@ -335,6 +337,9 @@ FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "vbar_bar_residency": (Status, [Bar, c_uint32, c_size_t, POINTER(Page)]),
     "vbar_bar_allocate": (Status, [Bar, c_uint64, POINTER(Allocation)]),
     "vbar_bar_fault": (Status, [Bar, c_uint64, c_uint64, Stream, POINTER(Fault)]),
+    "vbar_bar_prepare_save": (Status, [Bar, c_uint64, c_uint64]),
+    "vbar_bar_save": (Status, [Bar, c_uint64, c_uint64, Stream]),
+    "vbar_bar_drop_save": (Status, [Bar, c_uint64, c_uint64]),
     "vbar_bar_prefetch": (Status, [Bar, c_uint64, c_uint64]),
     "vbar_allocation_place": (
         Status,

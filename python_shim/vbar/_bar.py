@@ -172,6 +172,42 @@ class Bar(Closeable):
         at, size = unsigned(bar_offset, "bar_offset"), unsigned(nbytes, "nbytes")
         call(self._lib.vbar_bar_prefetch, self._id, at, size)
 
+    def prepare_save(self, bar_offset: int, nbytes: int) -> None:
+        """Take page-locked memory for bytes that the program writes, to save them once they are
+        written. From here on the watermark does not keep them out. Again: does nothing.
+
+        Raises:
+            HostMemory: the allowance has no room, or the system is short of memory.
+            InvalidArgument: the range is empty, outside the VBAR or over another one that was
+                prepared; the VBAR is bound.
+        """
+        at, size = unsigned(bar_offset, "bar_offset"), unsigned(nbytes, "nbytes")
+        call(self._lib.vbar_bar_prepare_save, self._id, at, size)
+
+    def save(self, bar_offset: int, nbytes: int, stream: Stream = None) -> None:
+        """Save bytes that were prepared and are pinned, as they are behind the work on ``stream``;
+        unpin them on that stream afterwards. From now on their pages come back with these bytes,
+        ahead of need where the device has threads, whatever a guard's signature says. Nobody
+        writes them until :meth:`drop_save`.
+
+        Raises:
+            InvalidArgument: they were not prepared, or are saved already; ``stream`` is none.
+            Unsupported: the stream is being captured.
+        """
+        at, size = unsigned(bar_offset, "bar_offset"), unsigned(nbytes, "nbytes")
+        handle = handle_of(stream, self._device._torch_ordinal)
+        call(self._lib.vbar_bar_save, self._id, at, size, handle)
+
+    def drop_save(self, bar_offset: int, nbytes: int) -> None:
+        """Forget what was saved of bytes, the same ones: waits for the copies to and from that
+        memory, so whoever has pinned them may write them. Does nothing where nothing was prepared.
+
+        Raises:
+            TimedOut, Cancelled: the wait ended; forgotten all the same.
+        """
+        at, size = unsigned(bar_offset, "bar_offset"), unsigned(nbytes, "nbytes")
+        call(self._lib.vbar_bar_drop_save, self._id, at, size)
+
     def _fault_raw(self, bar_offset: int, nbytes: int, stream: int) -> Pins:
         return fault_of(self._lib.vbar_bar_fault, self._id, bar_offset, nbytes, stream)
 

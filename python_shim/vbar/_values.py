@@ -287,3 +287,8 @@ class Statistics:
     #: Of ``locked_bytes``, pages of files that are registered: they would be in memory without, but
     #: could be dropped.
     locked_registered_bytes: int
+    #: Of ``locked_bytes``, those that hold what :meth:`vbar.Bar.save` saved, room for more included.
+    locked_saved_bytes: int
+    #: Of ``locked_bytes``, those that are to go: what is above the allowance, and all that is saved
+    #: while the system is short of memory. What is saved goes by :meth:`vbar.Bar.drop_save`.
+    locked_excess_bytes: int

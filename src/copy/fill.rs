@@ -24,6 +24,7 @@ use crate::copy::staging::Staging;
 use crate::driver::DriverCode;
 use crate::error::{Error, Result};
 use crate::host::bound::Bound;
+use crate::host::carved::Carver;
 use crate::host::direct::ALIGNMENT_MAX;
 use crate::host::file_pages::FileWindow;
 use crate::host::locked::{self, LockedSlot};
@@ -39,6 +40,8 @@ use crate::sync::fence::StreamSlot;
 use crate::sync::ticket::Ticket;
 use crate::sync::{AtomicBool, Mutex, Relaxed};
 use crate::units::{DeviceAddress, MIB, Stream};
+
+pub use crate::copy::locked_bytes::LockedBytes;
 
 /// Largest staging slot: copies of 16 MiB come within 1 % of the link rate.
 const SLOT_BYTES_MAX: u64 = 16 * MIB;
@@ -81,25 +84,6 @@ pub struct FillJob {
     pub after: Vec<Ticket>,
 }
 
-/// Page-locked bytes by what holds them.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
-pub struct LockedBytes {
-    /// The staging ring.
-    pub ring_bytes: u64,
-    /// The page-locked cache, windows without use included.
-    pub cache_bytes: u64,
-    /// Registered pages of files: they would be in memory without, and could be dropped.
-    pub registered_bytes: u64,
-}
-
-impl LockedBytes {
-    /// All of them.
-    #[must_use]
-    pub fn sum(&self) -> u64 {
-        self.ring_bytes + self.cache_bytes + self.registered_bytes
-    }
-}
-
 /// Carries out fill jobs on a stream of its own.
 pub struct Filler {
     pub(super) device: Arc<Device>,
@@ -108,7 +92,8 @@ pub struct Filler {
     pub(super) registered: Registered,
     pub(super) pace: Pace,
     pub(super) stream: Stream,
-    room: Arc<LockedRoom>,
+    pub(super) saved: Arc<Carver>,
+    pub(super) room: Arc<LockedRoom>,
     pub(super) slot: StreamSlot,
     readers: Mutex<Option<Arc<Readers>>>,
     /// Whether a slot is on its way into the ring, or none can be had any more.
@@ -166,6 +151,7 @@ impl Filler {
             registered,
             pace: Pace::default(),
             cache: Arc::new(cache),
+            saved: Arc::default(),
             stream,
             room,
             slot,
@@ -198,7 +184,10 @@ impl Filler {
     #[must_use]
     pub fn locked(&self) -> LockedBytes {
         let (ring_bytes, cache_bytes) = (self.staging.locked_bytes(), self.cache.bytes());
-        LockedBytes { ring_bytes, cache_bytes, registered_bytes: self.registered.bytes() }
+        let (registered_bytes, saved_bytes) = (self.registered.bytes(), self.saved.bytes());
+        let saved_excess = if saved_bytes > 0 && self.room.is_short() { saved_bytes } else { 0 };
+        let excess_bytes = self.room.excess_bytes().max(saved_excess);
+        LockedBytes { ring_bytes, cache_bytes, registered_bytes, saved_bytes, excess_bytes }
     }
 
     /// Page-locked bytes that may be held now; the system is asked at most each 100 ms.
@@ -386,11 +375,13 @@ impl Filler {
             }
             false => Surplus::LongIdle,
         };
-        if above || self.registered.may_have(surplus) || self.cache.may_have(surplus) {
+        let may_have = self.registered.may_have(surplus) || self.cache.may_have(surplus);
+        if above || may_have || self.saved.is_any_idle() {
             let scope = self.device.enter()?;
             // File pages first: they stay in memory as long as nobody needs it.
             let pages = self.registered.take_out(surplus, WINDOWS_A_CALL);
             let mut windows = self.cache.take_out(surplus, WINDOWS_A_CALL - pages.len());
+            self.add_idle_saved(&mut windows, WINDOWS_A_CALL);
             if above && windows.is_empty() && pages.is_empty() {
                 // To the last slot: without any, bytes go through ordinary memory.
                 windows = self.staging.take_out(&self.device, WINDOWS_A_CALL, 0)?;
@@ -418,6 +409,7 @@ impl Filler {
         let missing = excess.saturating_sub(pages.iter().map(FileWindow::bytes).sum());
         let count = missing.div_ceil(window_bytes) as usize;
         let mut windows = self.cache.take_out(Surplus::Any, count);
+        self.add_idle_saved(&mut windows, count);
         let missing = count - windows.len();
         let slots = self.staging.take_out(&self.device, missing, 1);
         let (slots, failed) = slots.map_or_else(|error| (Vec::new(), Some(error)), |it| (it, None));
@@ -574,6 +566,7 @@ impl Drop for Filler {
         self.registered.shut(&self.cache);
         if self.device.is_lost() {
             std::mem::forget(self.cache.take_out(Surplus::All, usize::MAX));
+            std::mem::forget(self.saved.take_all());
             std::mem::forget(self.registered.take_out(Surplus::All, usize::MAX));
             self.host_copies.leak();
             return;
@@ -585,7 +578,7 @@ impl Drop for Filler {
             self.device.retry(|| driver.stream_synchronize(stream))?;
             self.host_copies.end();
             self.clock.close(&self.device);
-            drop(self.cache.take_out(Surplus::All, usize::MAX));
+            drop((self.cache.take_out(Surplus::All, usize::MAX), self.saved.take_all()));
             self.registered.give_back(self.registered.take_out(Surplus::All, usize::MAX));
             drop(std::mem::replace(&mut self.staging, Staging::empty(0)));
             self.device.retry(|| driver.stream_destroy(stream)).map_err(Error::from)

@@ -6,6 +6,7 @@
 //! memory's owner is the program's code.
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 
 use crate::host::bound::Bound;
 use crate::host::memory::{HostLease, HostMemory};
@@ -26,7 +27,9 @@ pub(super) struct HostCopies {
 struct State {
     /// Memories of VBARs that are there, by key.
     held: BTreeMap<usize, Held>,
-    /// Memories of VBARs that are gone.
+    /// Memories that nobody begins to read, and that fills under way may still have.
+    parting: Vec<(u32, Arc<HostMemory>)>,
+    /// Memories that nobody gets a lease of any more.
     leaving: Vec<Held>,
 }
 
@@ -83,13 +86,30 @@ impl HostCopies {
     pub(super) fn retire(&self, bar: u32, bound: &Bound) {
         let mut state = self.state.lock();
         for memory in bound.memories() {
-            // Under the lock: a copy that is noted later finds the memory given up.
-            let Some(own) = memory.end_leases() else { continue };
-            // Its own lease is no longer needed where there is one with fences.
-            let held = state.held.remove(&own.key()).unwrap_or_else(|| Held::new(bar, own));
-            state.leaving.push(held);
-            self.leaving.store(true, Relaxed);
+            self.let_go(&mut state, bar, memory);
         }
+    }
+
+    fn let_go(&self, state: &mut State, bar: u32, memory: &HostMemory) {
+        // Under the lock: a copy that is noted later finds the memory given up.
+        let Some(own) = memory.end_leases() else { return };
+        // Its own lease is no longer needed where there is one with fences.
+        let held = state.held.remove(&own.key()).unwrap_or_else(|| Held::new(bar, own));
+        state.leaving.push(held);
+        self.leaving.store(true, Relaxed);
+    }
+
+    /// No fill begins to read this memory from now on; the VBAR may be there for long.
+    pub(super) fn part(&self, bar: u32, memory: Arc<HostMemory>) {
+        self.state.lock().parting.push((bar, memory));
+        self.leaving.store(true, Relaxed);
+    }
+
+    /// The fences of all copies to and from a memory that are known.
+    pub(super) fn fences_of(&self, memory: &HostMemory) -> Vec<Ticket> {
+        let Ok(lease) = memory.lease() else { return Vec::new() };
+        let state = self.state.lock();
+        state.held.get(&lease.key()).map_or_else(Vec::new, |held| held.fences.clone())
     }
 
     /// Drops the leases of retired memories that nobody reads any more, and so their owners.
@@ -98,13 +118,19 @@ impl HostCopies {
             return;
         }
         let mut state = self.state.lock();
+        // What fills under way still have they may read yet.
+        let parting = std::mem::take(&mut state.parting);
+        let (free, kept): (Vec<_>, Vec<_>) =
+            parting.into_iter().partition(|(_, memory)| Arc::strong_count(memory) == 1);
+        free.iter().for_each(|(bar, memory)| self.let_go(&mut state, *bar, memory));
+        state.parting = kept;
         let all = std::mem::take(&mut state.leaving);
         let (done, pending): (Vec<_>, Vec<_>) =
             all.into_iter().partition(|held| held.is_done(device));
-        self.leaving.store(!pending.is_empty(), Relaxed);
+        self.leaving.store(!(pending.is_empty() && state.parting.is_empty()), Relaxed);
         state.leaving = pending;
         drop(state);
-        drop(done);
+        drop((done, free));
     }
 
     /// Whether memory of a VBAR that is gone is still read, as far as is known.

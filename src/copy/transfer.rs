@@ -33,7 +33,7 @@ const WRITE_SLOTS: usize = 2;
 
 /// A stream of the program's, as fences know it.
 #[derive(Clone, Copy)]
-struct OnStream {
+pub(super) struct OnStream {
     stream: Stream,
     slot: StreamSlot,
 }
@@ -124,7 +124,7 @@ impl Filler {
         Ok(())
     }
 
-    fn on_stream(&self, stream: Stream) -> Result<OnStream> {
+    pub(super) fn on_stream(&self, stream: Stream) -> Result<OnStream> {
         match self.device.inspect(stream)? {
             (CaptureState::None, Some(slot)) => Ok(OnStream { stream, slot }),
             (CaptureState::None, None) => {
@@ -206,7 +206,7 @@ impl Filler {
 
     /// Records a fence behind copies that were enqueued on the program's stream. Returns when
     /// their memory is free again, too.
-    fn fence_on(&self, on: OnStream) -> (Ticket, Result<()>) {
+    pub(super) fn fence_on(&self, on: OnStream) -> (Ticket, Result<()>) {
         let device = &self.device;
         let recorded = device.retry(|| device.fences.record(on.stream, on.slot));
         match recorded.map_err(|error| device.note(error)) {

@@ -11,7 +11,7 @@
 //!        -> model          -> dlpack  log   messages        sim      the simulated device
 //!                           -> capsule  of Python
 //!        -> ahead  hints and wishes      wait     time-outs, cancelling
-//!        -> transfer  copies of the program's own
+//!        -> transfer  copies of the program's own      saves    what it wrote, kept
 //! torch    what PyTorch calls
 //! ```
 
@@ -25,6 +25,7 @@ pub mod dlpack;
 pub mod fault;
 pub mod log;
 pub mod model;
+pub mod saves;
 pub mod sim;
 pub mod sim_graph;
 pub mod source;

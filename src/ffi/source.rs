@@ -118,7 +118,7 @@ impl Taken {
         let Self { source, owner } = self;
         let is_memory = !source.memory.is_null() || source.memory_bytes > 0;
         match (source.path.is_null(), is_memory) {
-            (true, true) => open_memory(&source, owner).map(Source::Memory),
+            (true, true) => open_memory(&source, owner).map(Source::from),
             (false, true) => Err(invalid("a source has a path and memory: it is one of them")),
             (_, false) if source.host_lock != 0 => {
                 Err(invalid(format!("a file's host_lock is {}, not 0", source.host_lock)))

@@ -157,6 +157,12 @@ pub struct VbarStatistics {
     /// Of `locked_bytes`, pages of files that are registered: they would be in memory without, but
     /// could be dropped.
     pub locked_registered_bytes: u64,
+    /// Of `locked_bytes`, those that hold what `vbar_bar_save` saved, room for more included.
+    pub locked_saved_bytes: u64,
+    /// Of `locked_bytes`, those that are to go: what is above the allowance, and all that is saved
+    /// while the system is short of memory. The library gives back what it can by itself; what is
+    /// saved goes by `vbar_bar_drop_save`.
+    pub locked_excess_bytes: u64,
 }
 
 // SAFETY: integers and arrays of them; the size first.
@@ -240,6 +246,8 @@ impl From<Statistics> for VbarStatistics {
             source_host_locked_bytes: sources.host_locked_bytes,
             source_host_pageable_bytes: sources.host_pageable_bytes,
             locked_registered_bytes: from.locked.registered_bytes,
+            locked_saved_bytes: from.locked.saved_bytes,
+            locked_excess_bytes: from.locked.excess_bytes,
         }
     }
 }

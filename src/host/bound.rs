@@ -13,7 +13,7 @@ pub enum Source {
     /// An open file.
     File(Arc<ModelFile>),
     /// Memory of the program.
-    Memory(HostMemory),
+    Memory(Arc<HostMemory>),
 }
 
 impl From<Arc<ModelFile>> for Source {
@@ -24,6 +24,12 @@ impl From<Arc<ModelFile>> for Source {
 
 impl From<HostMemory> for Source {
     fn from(memory: HostMemory) -> Self {
+        Self::Memory(Arc::new(memory))
+    }
+}
+
+impl From<Arc<HostMemory>> for Source {
+    fn from(memory: Arc<HostMemory>) -> Self {
         Self::Memory(memory)
     }
 }
@@ -128,7 +134,7 @@ impl Bound {
     #[must_use]
     pub fn locked_memory(&self, index: usize) -> Option<&HostMemory> {
         match self.source(index) {
-            Source::Memory(memory) if memory.is_locked() => Some(memory),
+            Source::Memory(memory) if memory.is_locked() => Some(&**memory),
             _ => None,
         }
     }
@@ -136,7 +142,7 @@ impl Bound {
     /// The program's memory among its sources.
     pub fn memories(&self) -> impl Iterator<Item = &HostMemory> {
         self.sources.iter().filter_map(|source| match source {
-            Source::Memory(memory) => Some(memory),
+            Source::Memory(memory) => Some(&**memory),
             Source::File(_) => None,
         })
     }

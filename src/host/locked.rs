@@ -4,7 +4,7 @@
 //! memory of ours that is registered with the driver once it has been touched, many times quicker.
 //! A slot is used by one thread at a time, which may lend parts of it that do not overlap to
 //! others; between the enqueuing of a copy and the passing of its fence nobody touches it:
-//! `copy/staging` and `copy/cache` keep that rule.
+//! `copy/staging`, `copy/cache` and, of parts, `copy/saved` keep that rule.
 
 #![expect(unsafe_code, reason = "page-locked memory is a raw pointer of the driver")]
 
@@ -267,6 +267,18 @@ impl LockedSlot {
         let target = self.bytes_mut()[range.clone()].as_mut_ptr();
         // SAFETY: as above, for writing.
         unsafe { self.memory.driver.memcpy_dtoh_async(target, source, range.len(), stream) }
+    }
+
+    /// A part of a window as a slot of its own. Parts that are there do not overlap, and nobody
+    /// touches the window's own bytes meanwhile: `host/carved` keeps that rule.
+    pub(super) fn part(&self, range: Range<usize>) -> Self {
+        assert!(range.start < range.end && range.end <= self.bytes, "a part leaves its slot");
+        Self::new(&self.memory, self.offset + range.start, range.len())
+    }
+
+    /// Address of the first byte.
+    pub(super) fn base(&self) -> *const u8 {
+        self.start()
     }
 
     fn check_whole(&self) {

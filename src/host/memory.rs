@@ -13,6 +13,7 @@ use std::sync::Arc;
 
 use crate::driver::{Driver, DriverResult};
 use crate::error::{Error, ErrorCode, Result};
+use crate::host::carved::Part;
 use crate::process;
 use crate::sync::Mutex;
 use crate::units::{DeviceAddress, Stream};
@@ -103,6 +104,18 @@ impl HostMemory {
         };
         // SAFETY: as the caller promises; the owner was a box.
         unsafe { Self::of(base, bytes, NonNull::from(Box::leak(Box::new(owner)))) }
+    }
+
+    /// Page-locked memory of the library's own, which the device writes before anybody reads it:
+    /// copies from it are ordered behind the one to it.
+    ///
+    /// # Errors
+    /// As [`HostMemory::from_raw`].
+    pub fn of_part(part: Part) -> Result<Self> {
+        let (base, bytes) = (part.base(), part.len());
+        // SAFETY: the part keeps its bytes mapped until it is dropped, and nobody else has them.
+        let memory = unsafe { Self::from_raw(base, bytes, part) }?;
+        Ok(Self { locked_ends: vec![bytes as u64], ..memory })
     }
 
     /// # Safety

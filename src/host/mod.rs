@@ -4,6 +4,7 @@
 pub mod allowance;
 pub mod anonymous;
 pub mod bound;
+pub mod carved;
 pub mod checksum;
 pub mod direct;
 pub mod file_pages;

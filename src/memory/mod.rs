@@ -6,5 +6,6 @@ pub mod page_table;
 pub mod pager;
 pub mod pins;
 pub mod policy;
+pub mod saves;
 pub mod space;
 pub mod vbar;

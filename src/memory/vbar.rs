@@ -9,6 +9,7 @@ use std::sync::{Arc, OnceLock};
 use crate::error::{Error, ErrorCode, Result};
 use crate::host::bound::Bound;
 use crate::memory::page_table::PageTable;
+use crate::memory::saves::Saves;
 use crate::memory::space::Space;
 use crate::sync::{AcqRel, AtomicBool, AtomicU64, Relaxed};
 use crate::units::{DeviceAddress, PageIndex, PageSize, align_up};
@@ -50,6 +51,8 @@ pub struct Bar {
     allocated: AtomicU64,
     closed: AtomicBool,
     bound: OnceLock<Arc<Bound>>,
+    /// Never of a bound one.
+    saves: OnceLock<Saves>,
 }
 
 impl Bar {
@@ -66,6 +69,7 @@ impl Bar {
             allocated: AtomicU64::new(0),
             closed: AtomicBool::new(false),
             bound: OnceLock::new(),
+            saves: OnceLock::new(),
         }
     }
 
@@ -157,6 +161,9 @@ impl Bar {
         if bytes > self.space.bytes {
             return refuse("the binding is larger than the VBAR");
         }
+        if self.saves.get().is_some() {
+            return refuse("ranges of the VBAR are saved");
+        }
         if self.allocated.compare_exchange(0, bytes, Relaxed, Relaxed).is_err() {
             return refuse("the VBAR is bound, or has allocations, already");
         }
@@ -168,6 +175,55 @@ impl Bar {
     #[must_use]
     pub fn bound(&self) -> Option<&Arc<Bound>> {
         self.bound.get()
+    }
+
+    /// Ranges that the program writes and the library keeps a copy of, if it was ever asked to.
+    #[inline]
+    #[must_use]
+    pub fn saves(&self) -> Option<&Saves> {
+        self.saves.get()
+    }
+
+    /// The same, for one that is to be added.
+    ///
+    /// # Errors
+    /// `InvalidArgument` of a bound VBAR: it is filled from elsewhere.
+    pub fn saves_or_new(&self) -> Result<&Saves> {
+        if self.bound.get().is_some() || self.is_arena() {
+            let text = "a bound VBAR has its bytes from elsewhere: nothing of it is saved";
+            return Err(Error::new(ErrorCode::InvalidArgument, text));
+        }
+        Ok(self.saves.get_or_init(|| Saves::new(self.page_size)))
+    }
+
+    /// What fills its pages now, if anything does: once there is something that stays so.
+    #[must_use]
+    pub fn filled_by(&self) -> Option<Arc<Bound>> {
+        match self.bound.get() {
+            Some(bound) => Some(Arc::clone(bound)),
+            None => self.saves.get().map(Saves::bound),
+        }
+    }
+
+    /// Whether a page streams: it comes back filled, and no watermark keeps it out.
+    #[must_use]
+    pub fn streams(&self, page: u32) -> bool {
+        self.bound.get().is_some() || self.saves.get().is_some_and(|saves| saves.has(page))
+    }
+
+    /// Whether all of some pages are mapped, or come back filled.
+    #[must_use]
+    pub fn comes_filled(&self, pages: &Range<u32>) -> bool {
+        let is_mapped = |page: u32| self.table.word(PageIndex(page)).state.is_mapped();
+        self.bound.get().is_some()
+            || pages.clone().all(|page| self.streams(page) || is_mapped(page))
+    }
+
+    /// Whether the bytes of some pages come from elsewhere than the program.
+    #[inline]
+    #[must_use]
+    pub fn has_filled(&self) -> bool {
+        self.bound.get().is_some() || self.saves.get().is_some_and(Saves::is_any)
     }
 
     #[cold]

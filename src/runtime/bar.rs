@@ -197,6 +197,33 @@ impl Vbar {
         self.inner.runtime.pager().marks(self.bar())
     }
 
+    /// Takes page-locked memory for a range, to save it once it is written; see
+    /// [`Pager::prepare_save`](crate::memory::pager::Pager::prepare_save).
+    ///
+    /// # Errors
+    /// As there.
+    pub fn prepare_save(&self, bytes: Range<u64>) -> Result<()> {
+        self.inner.runtime.pager().prepare_save(self.bar(), bytes)
+    }
+
+    /// Saves a range that was prepared and is pinned, behind the work on `stream`: its pages come
+    /// back with its bytes; see [`Pager::save`](crate::memory::pager::Pager::save).
+    ///
+    /// # Errors
+    /// As there.
+    pub fn save(&self, bytes: Range<u64>, stream: Stream) -> Result<()> {
+        self.inner.runtime.pager().save(self.bar(), bytes, stream)
+    }
+
+    /// Forgets what was saved of a range, which may be written then; see
+    /// [`Pager::drop_saved`](crate::memory::pager::Pager::drop_saved).
+    ///
+    /// # Errors
+    /// As there.
+    pub fn drop_save(&self, bytes: Range<u64>) -> Result<()> {
+        self.inner.runtime.pager().drop_saved(self.bar(), bytes)
+    }
+
     /// Ends a run: see [`crate::memory::pager::Pager::end_of_run`].
     ///
     /// # Errors

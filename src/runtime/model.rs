@@ -87,6 +87,7 @@ impl Vbar {
 
     fn find_locked(&self, source: &mut Source) -> Result<()> {
         let Source::Memory(memory) = source else { return Ok(()) };
+        let memory = Arc::get_mut(memory).expect("nobody else has it yet");
         let device = self.runtime().device();
         memory.find_locked(|address| {
             let range = device.retry(|| device.driver.pointer_get_host_range(address));

@@ -277,7 +277,8 @@ static void bytes_are_counted_by_source(uint32_t prefer, uint64_t allowance) {
     CHECK(now.source_direct_bytes <= now.source_disk_bytes);
     CHECK(prefer != VBAR_PREFER_RAM || now.source_direct_bytes == 0);
     CHECK(now.locked_bytes ==
-          now.locked_ring_bytes + now.locked_cache_bytes + now.locked_registered_bytes);
+          now.locked_ring_bytes + now.locked_cache_bytes + now.locked_registered_bytes +
+              now.locked_saved_bytes);
     CHECK(allowance != VBAR_HOST_ALLOWANCE_NONE || now.locked_bytes == 0);
     uint64_t freed;
     OK(vbar_device_trim_host(device, 0, &freed));

@@ -306,6 +306,45 @@ CASE(vbar_bar_prefetch) {
     OK(vbar_bar_prefetch(world.model_bar, 0, 1));
 }
 
+CASE(vbar_bar_prepare_save) {
+    EACH_BAD_ID(BAR, VbarBar, bad, vbar_bar_prepare_save(bad, 0, 1));
+    FAILS(vbar_bar_prepare_save(world.bar, 0, 0), VBAR_STATUS_INVALID_ARGUMENT, "no bytes");
+    FAILS(vbar_bar_prepare_save(world.model_bar, 0, 1), VBAR_STATUS_INVALID_ARGUMENT, "bound");
+    for (size_t at = 0; at < edge_count; at++) {
+        if (edges[at] < UINT32_MAX) continue;
+        FAILS(vbar_bar_prepare_save(world.bar, edges[at], 2), VBAR_STATUS_INVALID_ARGUMENT, NULL);
+        FAILS(vbar_bar_prepare_save(world.bar, 1, edges[at]), VBAR_STATUS_INVALID_ARGUMENT, NULL);
+    }
+    OK(vbar_bar_prepare_save(world.bar, 8, 16));
+    OK(vbar_bar_prepare_save(world.bar, 8, 16));
+    FAILS(vbar_bar_prepare_save(world.bar, 0, 9), VBAR_STATUS_INVALID_ARGUMENT, "overlaps");
+    OK(vbar_bar_drop_save(world.bar, 8, 16));
+}
+
+CASE(vbar_bar_save) {
+    VbarFault told;
+    EACH_BAD_ID(BAR, VbarBar, bad, vbar_bar_save(bad, 0, 16, 0));
+    FAILS(vbar_bar_save(world.bar, 0, 16, 0), VBAR_STATUS_INVALID_ARGUMENT, NULL);
+    FAILS(vbar_bar_save(world.bar, UINT64_MAX, 2, 0), VBAR_STATUS_INVALID_ARGUMENT, "2^64");
+    OK(vbar_bar_prepare_save(world.bar, 0, 16));
+    OK(vbar_bar_fault(world.bar, 0, 16, 0, &told));
+    CHECK(told.outcome == VBAR_OUTCOME_RESIDENT);
+    FAILS(vbar_bar_save(world.bar, 0, 16, VBAR_STREAM_NONE), VBAR_STATUS_INVALID_ARGUMENT,
+          "stream");
+    OK(vbar_bar_prepare_save(world.bar, 0, 16));
+    OK(vbar_bar_save(world.bar, 0, 16, 0));
+    FAILS(vbar_bar_save(world.bar, 0, 16, 0), VBAR_STATUS_INVALID_ARGUMENT, "prepared");
+    OK(vbar_token_unpin(told.token, 0));
+    OK(vbar_bar_drop_save(world.bar, 0, 16));
+}
+
+CASE(vbar_bar_drop_save) {
+    EACH_BAD_ID(BAR, VbarBar, bad, vbar_bar_drop_save(bad, 0, 1));
+    FAILS(vbar_bar_drop_save(world.bar, UINT64_MAX, 2), VBAR_STATUS_INVALID_ARGUMENT, "2^64");
+    OK(vbar_bar_drop_save(world.bar, 0, 0));
+    OK(vbar_bar_drop_save(world.bar, 0, UINT32_MAX));
+}
+
 #define HINT_FAILS(ranges, counts, step_count, words) \
     FAILS(vbar_device_schedule_hint(world.device, ranges, counts, step_count), \
           VBAR_STATUS_INVALID_ARGUMENT, words)
@@ -431,7 +470,8 @@ const struct Case bar_cases[] = {
     ENTRY(vbar_bar_set_watermark), ENTRY(vbar_bar_free_memory), ENTRY(vbar_bar_end_of_run),
     ENTRY(vbar_bar_residency),     ENTRY(vbar_bar_fault),       ENTRY(vbar_device_fault_many),
     ENTRY(vbar_bar_prefetch),      ENTRY(vbar_device_schedule_hint),
-    ENTRY(vbar_flag_raise),
+    ENTRY(vbar_flag_raise),        ENTRY(vbar_bar_prepare_save), ENTRY(vbar_bar_save),
+    ENTRY(vbar_bar_drop_save),
     {0},
 };
 

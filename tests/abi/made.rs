@@ -30,6 +30,7 @@ pub(crate) const HEADERS: &[Header] = &[
             "token",
             "wait",
             "transfer",
+            "saves",
             "model",
             "ahead",
             "dlpack",

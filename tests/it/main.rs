@@ -45,6 +45,7 @@ mod registered;
 mod reported;
 mod reviewed;
 mod reviewed_life;
+mod saves;
 mod scenarios;
 mod scenarios_failures;
 mod scenarios_life;

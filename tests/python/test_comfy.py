@@ -207,7 +207,7 @@ class Vbar(Case):
         small, large = vbar.alloc(1000), vbar.alloc(70 * MIB)
         for alloc, length in ((small, 2), (large, 4)):
             one = vbar_fault(alloc)
-            self.assertIs(type(one), ctypes.c_uint32 * length)
+            self.assertIsInstance(one, ctypes.c_uint32 * length)
             other = vbar.fault(alloc[1], alloc[2])
             self.assertTrue(vbar_signature_compare(one, other))
             self.assertTrue(vbar_signature_compare(bytes(one), other))

@@ -31,6 +31,7 @@ class Bench(unittest.TestCase):
     def run_bench(self, answers=None, **options):
         """How it ended, what it printed, and what its processes were asked."""
         told = dict(
+            off=False,
             tree=pathlib.Path("tree"), original=pathlib.Path("original"), caps=None, steps=8,
             size=1024, rounds=1, runs=2, cases="flux", folder=None, seconds=100, json=None,
         )

@@ -177,6 +177,29 @@ class Comfy(unittest.TestCase):
                 del model
         """)
 
+    def test_what_does_not_stay_comes_back_without_a_copy_of_the_client(self):
+        self.check("""
+            cap(2)
+            for patch in (0, 3):
+                model = Model(*write("model", 24, 96, 5))
+                for node in range(3):
+                    model.bar.prioritize()
+                    for step in range(4):
+                        model.hits = 0
+                        model.step(patch=patch)
+                    end_of_node()
+                assert model.hits == 24, model.hits
+                told = control.get_devctx(0).device.statistics()
+                assert told.locked_saved_bytes > 0 and told.ahead_page_count > 0, told
+                print("patch", patch, told.locked_saved_bytes >> 20, "MiB saved")
+                # Another patch replaces what was saved.
+                model.kept = [None] * 24
+                for step in range(3):
+                    model.step(patch=patch + 1)
+                end_of_node()
+                del model
+        """)
+
     def test_two_models_and_tensors_share_the_cap(self):
         self.check("""
             cap(2)

@@ -2,12 +2,13 @@
 
 import dataclasses
 import unittest
+import unittest.mock
 
 from comfy_support import MIB, PAGE, Case, control
 from support import pattern
 from vbar import Reason, WaitKind
 from vbar._values import WaitCount
-from vbar.comfy import _report
+from vbar.comfy import _report, _saved
 
 import comfy_aimdo.host_buffer as host_buffer
 import comfy_aimdo.model_vbar as model_vbar
@@ -73,6 +74,20 @@ class Nodes(Case):
         said, = self.end()
         self.assertIn("6.0 MiB of weights used once, all resident", said)
 
+    def test_what_came_back_by_itself(self):
+        total = self.device.info.total_bytes
+        control.set_simple_vram_headroom(total - 8 * PAGE)
+        kept = {}
+        for _ in range(6):
+            for alloc in self.allocs:
+                signature = vbar_fault(alloc)
+                model_vbar.vbar_signature_compare(signature, kept.get(alloc))
+                kept[alloc] = signature
+                vbar_unpin(alloc)
+            said, = self.end()
+        self.assertRegex(said, "0 bytes were streamed; [0-9.]+ MiB came ahead of need. ")
+
+    @unittest.mock.patch.object(_saved, "is_on", False)
     def test_what_did_not_fit_and_why(self):
         total = self.device.info.total_bytes
         control.set_simple_vram_headroom(total - 19 * PAGE)

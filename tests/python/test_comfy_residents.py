@@ -15,7 +15,7 @@ from comfy_support import MIB, control, torch
 from support import spec
 from vbar import _abi_torch
 from vbar._call import last_message
-from vbar.comfy import _devices
+from vbar.comfy import _devices, _saved
 
 import comfy_aimdo.model_vbar as model_vbar
 import comfy_aimdo.vram_buffer as vram_buffer
@@ -27,6 +27,8 @@ CARD, PAGE, LAYER, LAYERS, STEPS = 8 * GIB, 16 * MIB, 96 * MIB, 24, 4
 class Residents(unittest.TestCase):
     @classmethod
     def setUpClass(cls):
+        # What stays when nothing comes back by itself; and nothing here is worth a copy.
+        cls.was_on, _saved.is_on = _saved.is_on, False
         # One for the process, as PyTorch's allocator is.
         options = {"driver": spec(capacity="8G", seed=3), "page_size": PAGE, "threads": False}
         vbar.torch.configure(**options)
@@ -48,6 +50,7 @@ class Residents(unittest.TestCase):
         torch.cuda.streams, torch.cuda.host_device = [], None
         control.deinit()
         cls.sim.close()
+        _saved.is_on = cls.was_on
 
     def tensor(self, nbytes):
         address = _abi_torch.library().vbar_torch_malloc(nbytes, 0, self.compute.handle)

@@ -17,7 +17,7 @@ from .._bar import Bar
 from .._errors import Error
 from .._guard import Pins
 from .._values import Freed, PageState, Reason, Shortfall
-from . import _devices, _pins, _report
+from . import _devices, _pins, _report, _saved
 
 logger = logging.getLogger("vbar.comfy")
 
@@ -52,6 +52,7 @@ class ModelVBAR:
 
     def __init__(self, size: Any, device: Any, pageout_callback: Any = None) -> None:
         self._bar: Bar | None = None
+        self._saved: _saved.Saved | None = None
         #: By first byte and length, the pins of faults, each with the node's number.
         self._held: dict[tuple[int, int], list[tuple[Pins, int]]] = {}
         self._lock = threading.Lock()
@@ -69,6 +70,9 @@ class ModelVBAR:
             logger.warning("pages that are saved when they leave are not supported: none are kept")
             pages = 0
         self._bar = _reserve(context, pages * PAGE) if pages else None
+        self._saved = None if self._bar is None else _saved.Saved(self._bar, context)
+        #: It was made the first to lose pages.
+        self._is_low = False
         #: Bytes that may be resident.
         self._backed = pages * PAGE if self._bar is not None else 0
         self.base_addr = self._bar.address if self._bar is not None else _take_nowhere(wanted)
@@ -104,9 +108,9 @@ class ModelVBAR:
         Raises:
             RuntimeError: it failed.
         """
-        at, bar = address - self.base_addr, self._bar
+        at, saved = address - self.base_addr, self._saved
         key = at, nbytes
-        if bar is None or at < 0 or at + nbytes > self._backed:
+        if saved is None or at < 0 or at + nbytes > self._backed:
             self.uses.fault(key, 0, Reason.NO_ADDRESSES)
             return None
         if nbytes <= 0:
@@ -115,14 +119,15 @@ class ModelVBAR:
         if held:
             self._drop_leaked(key, held)
         try:
-            pins = _pins.pin(bar, at, nbytes, self._context.index)
+            pins = saved.pin(key)
         except Error as error:
             raise RuntimeError(f"a fault of {nbytes} bytes at {address:#x} failed: {error}") from error
         if not pins.token:
             self.uses.fault(key, 0, Reason(pins.reason))
             return None
         signature = _signature_type(nbytes)()
-        value = pins.signature
+        value, signature.use = saved.enter(key, pins)
+        # What came back by itself is counted by the library.
         self.uses.fault(key, value)
         signature[0], signature[1] = value & 0xFFFF_FFFF, value >> 32
         # Each step is one of the interpreter's: threads fault and unpin at a time.
@@ -145,17 +150,23 @@ class ModelVBAR:
         except IndexError:
             # Another thread was quicker.
             return
+        stream = _devices.current_stream(self._context.index)
+        if self._saved is not None:
+            self._saved.before_unpin(pins, stream)
         try:
-            _pins.unpin(pins, _devices.current_stream(self._context.index))
+            _pins.unpin(pins, stream)
         except Error as error:
             raise RuntimeError(f"an unpin of {nbytes} bytes at {address:#x}: {error}") from error
 
     def prioritize(self, malloc_async_clamp: Any = None) -> None:
         """Makes this the last to lose pages, and all of it may be resident again."""
+        self._is_low = False
+        self._set_cut(None)
         self._mark(lambda bar: bar.prioritise())
 
     def deprioritize(self) -> None:
         """Makes this the first to lose pages."""
+        self._is_low = True
         self._mark(lambda bar: bar.deprioritise())
 
     def set_watermark_limit(self, nbytes: Any) -> None:
@@ -166,6 +177,7 @@ class ModelVBAR:
     def set_watermark(self, nbytes: Any) -> None:
         """Lets only the first bytes be resident, whole pages; others that no pin holds go now."""
         pages = _devices.saturated(nbytes)
+        self._set_cut(pages)
         self._mark(lambda bar: bar.set_watermark(self._pages_of(bar, pages)))
 
     def free_memory(self, nbytes: Any) -> int:
@@ -224,7 +236,7 @@ class ModelVBAR:
 
     def close(self) -> None:
         """Gives pages and addresses back, when the work that uses them is done. Never blocks."""
-        bar, self._bar = self._bar, None
+        bar, self._bar, self._saved = self._bar, None, None
         self._backed = 0
         # Each owner gives its pins back as it goes.
         self._held = {}
@@ -244,6 +256,8 @@ class ModelVBAR:
         if bar is None:
             return
         pinned = self._end_of_run(bar)
+        if self._saved is not None:
+            self._saved.end_of_node(self._is_low)
         if pinned:
             logger.debug("%r has %d pages that are pinned at the end of a node", self, pinned)
 
@@ -262,6 +276,12 @@ class ModelVBAR:
         for pins in leaked:
             logger.debug("%r: pins of %s from an earlier node are given back", self, key)
             pins.release()
+            if self._saved is not None:
+                self._saved.released(pins)
+
+    def _set_cut(self, nbytes: int | None) -> None:
+        if self._saved is not None:
+            self._saved.set_cut(nbytes)
 
     def _mark(self, act: Any) -> None:
         bar = self._bar
@@ -297,11 +317,14 @@ def vbar_signature_compare(first: Any, second: Any) -> bool:
         ValueError: the signatures are of ranges of different lengths.
     """
     if first is None or second is None:
+        _saved.compared(first, second, False)
         return False
     one, other = bytes(first), bytes(second)
     if len(one) != len(other):
         raise ValueError(f"signatures of {len(one)} and {len(other)} bytes are of different ranges")
-    return one == other
+    equal = one == other
+    _saved.compared(first, second, equal)
+    return equal
 
 
 def vbars_analyze(device: Any = None) -> int:
@@ -316,7 +339,7 @@ def vbars_reset_watermark_limits() -> None:
     """The end of a node: all limits are 0, and what was used has a fence."""
     for context in list(_devices.contexts.values()):
         context.epoch += 1
-        for bar in context.bars():
+        for bar in sorted(context.bars(), key=lambda bar: not bar._is_low):
             try:
                 bar._end_of_node()
             except Error as error:
@@ -348,7 +371,8 @@ def _take_nowhere(nbytes: int) -> int:
 
 @functools.lru_cache(maxsize=None)
 def _type_of_length(count: int) -> Any:
-    return ctypes.c_uint32 * count
+    # An array all the same, which knows the fault that it is of.
+    return type("Signature", (ctypes.c_uint32 * count,), {"use": None})
 
 
 def _signature_type(nbytes: int) -> Any:

@@ -27,14 +27,23 @@ PATIENCE = 1.0
 _PAUSE = 0.0002
 
 
-def pin(bar: Bar, offset: int, nbytes: int, index: int, patience: float = PATIENCE) -> Pins:
+def pin(
+    bar: Bar,
+    offset: int,
+    nbytes: int,
+    index: int,
+    patience: float = PATIENCE,
+    written: bool = True,
+) -> Pins:
     """Makes bytes resident and pins them: what has no token is offloaded, for its reason.
+
+    Those that the client does not write are valid for the current stream, and need not be idle.
 
     Raises:
         vbar.Error: the fault failed.
     """
-    handle = _abi.STREAM_NONE
     stream = _devices.current_stream(index)
+    handle = _abi.STREAM_NONE if written else stream
     if _devices.is_capturing():
         # What a graph uses is kept for it, which takes the stream that is being captured.
         handle, patience = stream, 0.0

@@ -230,7 +230,7 @@ impl Pager {
         placed: &[Placed],
         writer: Option<Writer>,
     ) -> std::result::Result<(), Failure> {
-        let bare = placed.iter().filter(|entry| entry.claim.bar.bound().is_none());
+        let bare = placed.iter().filter(|entry| entry.claim.fill.is_none());
         for user in bare.flat_map(|entry| &entry.claim.users) {
             let Writer { stream, slot } =
                 writer.expect("frames in use are only taken for a stream");
@@ -323,7 +323,7 @@ impl Pager {
         ready: &mut dyn FnMut(usize, Ticket),
     ) -> Result<()> {
         let (bound, bare): (Vec<usize>, Vec<usize>) =
-            (0..placed.len()).partition(|index| placed[*index].claim.bar.bound().is_some());
+            (0..placed.len()).partition(|index| placed[*index].claim.fill.is_some());
         if let Some(filling) = filling {
             self.fill(placed, &bound, filling, ready)?;
         }
@@ -341,7 +341,7 @@ impl Pager {
 
     /// The filler, where there are bound pages among the claims.
     fn filler_for(&self, placed: &[Placed]) -> Result<Option<Arc<Filler>>> {
-        let bound = placed.iter().any(|entry| entry.claim.bar.bound().is_some());
+        let bound = placed.iter().any(|entry| entry.claim.fill.is_some());
         bound.then(|| self.filler()).transpose()
     }
 
@@ -400,7 +400,7 @@ impl Pager {
         }
         let mut users = claim.users.clone();
         users.extend(self.scrubbing(claim, writer));
-        if claim.bar.bound().is_some() {
+        if claim.fill.is_some() {
             // Without a fence the copies are waited for, or the next one is theirs too.
             let fence = self.filler().map(|filler| match filler.fence() {
                 Ok(ticket) => Some(ticket),
@@ -558,7 +558,7 @@ fn fill_jobs(placed: &[Placed]) -> Vec<FillJob> {
 }
 
 fn fill_job(claim: &Claim) -> Option<FillJob> {
-    let bound = Arc::clone(claim.bar.bound()?);
+    let bound = Arc::clone(claim.fill.as_ref()?);
     let page_size = claim.bar.page_size;
     let start = page_size.offset_of(claim.page);
     let target = start..start + page_size.bytes();

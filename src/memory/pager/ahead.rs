@@ -177,6 +177,11 @@ impl Pager {
             }
             let found = match bar.table.page(PageIndex(*page)).word().state {
                 state if state.is_mapped() => None,
+                // Its bytes are the program's to write, which it does when it faults.
+                PageState::Absent if !bar.streams(*page) => {
+                    fetched.stop = Some(Stop::Refused(Reason::AboveWatermark));
+                    break;
+                }
                 PageState::Absent => Some(search.take(state, bar, spent)),
                 // It is read where it is; the next fault moves it.
                 PageState::HostMapped => {
@@ -292,7 +297,8 @@ fn claim(state: &mut State, wanted: &Wanted, take: Take, users: Vec<Ticket>) -> 
     let streams = wanted.role == Role::Streamed;
     let keep = if streams { state.bar(bar.id).keep_streamed } else { Keep::No };
     let (backing, asker) = (Backing::Device, Asker::Engine);
-    Claim { bar, page, take, users, streams, backing, keep, asker }
+    let fill = bar.filled_by();
+    Claim { bar, page, take, users, streams, backing, keep, fill, asker }
 }
 
 struct Search<'a> {

@@ -6,6 +6,7 @@
 use std::sync::Arc;
 
 use crate::copy::fill::Keep;
+use crate::host::bound::Bound;
 use crate::memory::frames::FrameIndex;
 use crate::memory::page_table::Page;
 use crate::memory::vbar::Bar;
@@ -25,6 +26,8 @@ pub(super) struct Claim {
     pub(super) backing: Backing,
     /// Whether its bytes are worth a place in page-locked memory.
     pub(super) keep: Keep,
+    /// What fills it, as it was when it was claimed; `None` where the program does.
+    pub(super) fill: Option<Arc<Bound>>,
     pub(super) asker: Asker,
 }
 

@@ -109,8 +109,8 @@ impl Pager {
                 let error = self.device.note(error);
                 log::error!("addresses of VBAR {id} are lost: {error}");
             }
-            if let (Some(filler), Some(bound)) = (self.made_filler(), bar.bound()) {
-                filler.retire(bar.id, bound);
+            if let (Some(filler), Some(bound)) = (self.made_filler(), bar.filled_by()) {
+                filler.retire(bar.id, &bound);
             }
             // Only now: whoever waits for the VBAR to be gone finds its addresses free.
             let mut state = self.state.lock();

@@ -33,7 +33,7 @@ impl Pager {
     /// Whether uses of the VBAR are to be told.
     #[inline(always)]
     pub(super) fn is_followed(&self, bar: &Bar) -> bool {
-        self.device.fences.is_eager() && bar.bound().is_some()
+        self.device.fences.is_eager() && bar.has_filled()
     }
 
     #[cold]
@@ -69,7 +69,7 @@ impl Pager {
 
     /// The VBAR was closed; told whether it was followed or not.
     pub(super) fn tell_closed(&self, bar: &Bar) {
-        if bar.bound().is_some()
+        if (bar.bound().is_some() || bar.saves().is_some())
             && let Some(follower) = self.follower()
         {
             follower.closed(bar.id);

@@ -387,7 +387,8 @@ fn claim((bar, page): PageOf<'_>) -> Claim {
     let (bar, take, users) = (Arc::clone(bar), Take::Create, Vec::new());
     let (backing, asker) = (Backing::Host, Asker::Fault);
     // One copy in the host's memory is enough.
-    Claim { bar, page, take, users, streams: false, backing, keep: Keep::No, asker }
+    let (keep, fill) = (Keep::No, bar.filled_by());
+    Claim { bar, page, take, users, streams: false, backing, keep, fill, asker }
 }
 
 /// Whether a page with a host frame is pinned by nobody and its uses are over; under the lock.

@@ -4,9 +4,10 @@
 //! does not depend on the range is done once for all: the stream is asked what it is, waits for the
 //! pages' fences are placed, a fence is recorded behind the uses, and whoever follows uses is told.
 
+use std::ops::Range;
 use std::sync::Arc;
 
-use super::{Faulted, Hold, Pager, Request};
+use super::{Faulted, Hold, Pager};
 use crate::driver::CaptureState;
 use crate::error::Result;
 use crate::memory::page_table::Page;
@@ -15,6 +16,22 @@ use crate::slots::thread;
 use crate::sync::fence::StreamSlot;
 use crate::trace::{self, Kind};
 use crate::units::Stream;
+
+/// One range of a `fault_many`.
+#[derive(Clone)]
+pub struct Request<'a> {
+    /// The VBAR.
+    pub bar: &'a Arc<Bar>,
+    /// Its pages.
+    pub pages: Range<u32>,
+}
+
+impl Request<'_> {
+    /// Whether all of its pages come back filled.
+    pub(super) fn streams(&self) -> bool {
+        self.bar.bound().is_some() || self.pages.clone().all(|page| self.bar.streams(page))
+    }
+}
 
 impl Pager {
     /// Makes all ranges resident and pins them, or none of them. The holds come in the order of
@@ -173,9 +190,6 @@ impl Pager {
     }
 }
 
-fn pages_of<'a>(
-    bar: &'a Bar,
-    pages: &std::ops::Range<u32>,
-) -> impl Iterator<Item = &'a Page> + use<'a> {
+fn pages_of<'a>(bar: &'a Bar, pages: &Range<u32>) -> impl Iterator<Item = &'a Page> + use<'a> {
     bar.table.pages(pages.clone()).map(|(_, page)| page)
 }

@@ -26,6 +26,7 @@ mod poll;
 mod reaping;
 mod reclaim;
 mod release;
+mod saves;
 mod state;
 mod traced;
 mod uses;
@@ -55,6 +56,7 @@ pub use arena::{GiveTo, Returned};
 pub use close::is_work_pending;
 pub use follow::Follow;
 pub use hold::{Generations, Hit, Hold};
+pub use many::Request;
 pub use marks::{BarMarks, HeldPins, MemoryNumbers, Residency};
 pub use reclaim::Reclaim;
 pub use release::{Freed, Shortfall};
@@ -92,15 +94,6 @@ pub enum Faulted<T> {
     HostMapped(T),
     /// Nothing has changed.
     Offloaded(Refusal),
-}
-
-/// One range of a `fault_many`.
-#[derive(Clone)]
-pub struct Request<'a> {
-    /// The VBAR.
-    pub bar: &'a Arc<Bar>,
-    /// Its pages.
-    pub pages: Range<u32>,
 }
 
 /// How the caller's stream can be used.
@@ -539,7 +532,7 @@ impl Pager {
         slot: Option<StreamSlot>,
         capture: CaptureState,
     ) -> (Usable, Option<Writer>) {
-        let bound = requests.iter().all(|request| request.bar.bound().is_some());
+        let bound = requests.iter().all(Request::streams);
         let (mode, writer) = match (capture, slot) {
             (CaptureState::None, Some(_)) => (Mode::Stream, Some(Writer { stream, slot })),
             _ => (Mode::Cpu, None),

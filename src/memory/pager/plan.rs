@@ -229,7 +229,7 @@ fn below_watermark(
         state.creatable(page_bytes) + state.frames.free_count() + state.closing_resident();
     for (bar, page) in wanted {
         let entry = state.bar_mut(bar.id);
-        if bar.bound().is_some() || bar.is_arena() || page.0 < entry.watermark {
+        if bar.streams(page.0) || bar.is_arena() || page.0 < entry.watermark {
             continue;
         }
         let healed = entry.healing.observe(now, surplus);
@@ -334,16 +334,16 @@ fn claim(
             debug_assert!(claimed.is_ok(), "absent pages are claimed under the lock only");
             let (bar, page) = (Arc::clone(bar), *page);
             let planned = state.bar(bar.id).role_of(page);
-            let streams = planned
-                .map_or(own == OwnVictims::Some && bar.bound().is_some(), |role| {
-                    role == Role::Streamed
-                });
+            let streams = planned.map_or(own == OwnVictims::Some && bar.streams(page.0), |role| {
+                role == Role::Streamed
+            });
             let keep = match planned {
                 Some(Role::Streamed) => state.bar(bar.id).keep_streamed,
                 _ => Keep::No,
             };
             let (backing, asker) = (Backing::Device, Asker::Fault);
-            Claim { bar, page, take, users, streams, backing, keep, asker }
+            let fill = bar.filled_by();
+            Claim { bar, page, take, users, streams, backing, keep, fill, asker }
         })
         .collect()
 }
@@ -479,7 +479,7 @@ impl Search<'_> {
             return OwnVictims::None;
         }
         let ranges = || items.iter().filter(|item| item.bar.id == own.id).map(|item| &item.pages);
-        if own.bound().is_none() {
+        if !ranges().all(|pages| own.comes_filled(pages)) {
             let entry = state.bar(own.id);
             let end = ranges().map(|pages| pages.end).max().unwrap_or(0).max(entry.floor);
             self.take_from(own, entry.resident.range(end..).rev().copied());
@@ -500,8 +500,7 @@ impl Search<'_> {
         }
         // One that no plan has yet, and that has lost all its pages to those that a plan has: it
         // must have frames to be learned.
-        let class = limit.class;
-        let like = |of: &BarState| of.rank.class <= class;
+        let like = |of: &BarState| of.rank.class <= limit.class;
         [false, true].into_iter().for_each(|kept| self.take_of_plans(state, kept, like));
         self.take_from_likes(state, own, limit);
         OwnVictims::Some
@@ -534,9 +533,10 @@ impl Search<'_> {
     /// turns is learned of faults that are served.
     fn take_from_likes(&mut self, state: &State, own: &Arc<Bar>, rank: Rank) {
         for entry in state.order.range(rank..).map(|rank| state.bar(rank.bar)) {
-            let is_like_it = entry.bar.bound().is_some() && entry.kept.is_none();
+            let is_like_it = entry.bar.has_filled() && entry.kept.is_none();
             if is_like_it && entry.rank.class == rank.class && entry.bar.id != own.id {
-                self.take_from(&entry.bar, entry.resident.range(entry.floor..).rev().copied());
+                let pages = entry.resident.range(entry.floor..).rev().copied();
+                self.take_from(&entry.bar, pages.filter(|page| entry.bar.streams(*page)));
             }
         }
     }

@@ -224,7 +224,7 @@ impl Pager {
                 let missing = count as usize - taken.len();
                 taken.extend(take_pages(&self.device, &entry.bar, pages, missing, usable, blocked));
             };
-            if entry.bar.bound().is_some() {
+            if entry.bar.has_filled() {
                 // What is in the way of these is asked again below.
                 take(Usable::Passed, &mut Blocked::default());
             }

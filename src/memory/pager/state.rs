@@ -299,7 +299,7 @@ impl State {
     pub(super) fn sink_watermark(&mut self, bar: u32, page: PageIndex, now: Duration) {
         // Its last page is absent already, so a closing VBAR may be gone.
         let Some(entry) = self.bars.get_mut(&bar) else { return };
-        if entry.bar.bound().is_none() && !entry.bar.is_arena() {
+        if !entry.bar.streams(page.0) && !entry.bar.is_arena() {
             entry.watermark = entry.watermark.min(page.0);
             entry.healing.evicted(now);
         }

@@ -270,6 +270,31 @@ TEST(a_file_goes_to_the_device_and_back) {
     CHECK_THROWS(not_found, sim.device.unlock_host(memory.get()));
 }
 
+TEST(what_was_written_and_saved_comes_back) {
+    Sim sim;
+    const vbar::Bar bar = sim.device.create_bar(2 * PAGE);
+    CHECK_THROWS(invalid_argument, bar.prepare_save(0, 2 * PAGE + 1));
+    CHECK_THROWS(invalid_argument, bar.save(0, PAGE, sim.stream));
+    bar.prepare_save(0, PAGE);
+    {
+        auto guard = bar.fault(0, PAGE, sim.stream);
+        vbar::sim::launch_pattern(sim.device, guard->address(), PAGE, 7, sim.stream);
+        bar.save(0, PAGE, sim.stream);
+    }
+    bar.end_of_run(sim.stream);
+    CHECK(bar.free_memory(UINT64_MAX).bytes == PAGE);
+    auto again = bar.fault(0, PAGE, sim.stream);
+    CHECK(again);
+    std::vector<char> found(PAGE), wanted(PAGE);
+    vbar::sim::copy_to_host(sim.device, found.data(), again->address(), PAGE, sim.stream);
+    sim.stream.synchronize();
+    vbar::sim::pattern(wanted.data(), PAGE, 7);
+    CHECK(found == wanted);
+    const vbar::Statistics told = sim.device.statistics();
+    CHECK(told.locked_saved_bytes >= PAGE && told.locked_excess_bytes == 0);
+    bar.drop_save(0, PAGE);
+}
+
 TEST(a_stream_waits_for_another) {
     Sim sim;
     const vbar::Bar bar = sim.device.create_bar(PAGE);

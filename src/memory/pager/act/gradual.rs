@@ -36,7 +36,7 @@ impl Pager {
                 (!gives_up || claim.asker == Asker::Fault && !self.is_strict())
                     && *before == Behind::Nothing
                     && claim.backing == Backing::Device
-                    && claim.bar.bound().is_some()
+                    && claim.fill.is_some()
             })
     }
 

@@ -69,7 +69,7 @@ impl Pager {
 
     /// What may still be clearing the frame of a bare page that comes to nothing.
     pub(super) fn scrubbing(&self, claim: &Claim, caller: Option<Writer>) -> Option<Ticket> {
-        if self.device.options.scrub == Scrub::Off || claim.bar.bound().is_some() {
+        if self.device.options.scrub == Scrub::Off || claim.fill.is_some() {
             return None;
         }
         let fences = &self.device.fences;

@@ -219,6 +219,14 @@ unsafe extern "C" {
     ) -> i32;
     pub(super) safe fn vbar_dtype_text(dtype: u32) -> *const c_char;
     pub(super) safe fn vbar_bar_prefetch(bar: VbarBar, bar_offset: u64, bytes: u64) -> i32;
+    pub(super) safe fn vbar_bar_prepare_save(bar: VbarBar, bar_offset: u64, bytes: u64) -> i32;
+    pub(super) safe fn vbar_bar_save(
+        bar: VbarBar,
+        bar_offset: u64,
+        bytes: u64,
+        stream: usize,
+    ) -> i32;
+    pub(super) safe fn vbar_bar_drop_save(bar: VbarBar, bar_offset: u64, bytes: u64) -> i32;
     pub(super) safe fn vbar_model_prefetch(model: VbarModel, index: u64) -> i32;
     pub(super) safe fn vbar_device_schedule_hint(
         device: VbarDevice,

@@ -11,7 +11,7 @@ use vbar::ffi::model::{VbarModel, VbarModelInfo};
 use vbar::ffi::token::VbarToken;
 
 use super::abi::*;
-use super::world::{Kind, World, files, path, zeroed};
+use super::world::{Kind, STREAM_NONE, World, files, path, zeroed};
 use super::{Bytes, Came, Op};
 
 pub(super) const OPS: &[Op] = &[
@@ -63,6 +63,19 @@ pub(super) const OPS: &[Op] = &[
     ("vbar_bar_prefetch", |w, b| {
         let bar = VbarBar { id: w.id(Kind::Bar, b) };
         Some(vbar_bar_prefetch(bar, World::size(b), World::size(b)))
+    }),
+    ("vbar_bar_prepare_save", |w, b| {
+        let bar = VbarBar { id: w.id(Kind::Bar, b) };
+        Some(vbar_bar_prepare_save(bar, World::size(b), World::size(b)))
+    }),
+    ("vbar_bar_save", |w, b| {
+        // On a stream it would be a race with whoever writes the bytes.
+        let bar = VbarBar { id: w.id(Kind::Bar, b) };
+        Some(vbar_bar_save(bar, World::size(b), World::size(b), STREAM_NONE))
+    }),
+    ("vbar_bar_drop_save", |w, b| {
+        let bar = VbarBar { id: w.id(Kind::Bar, b) };
+        Some(vbar_bar_drop_save(bar, World::size(b), World::size(b)))
     }),
     ("vbar_model_schedule_hint", |w, b| {
         let (model, count) = (model(w, b), usize::from(b.byte()) % 8);

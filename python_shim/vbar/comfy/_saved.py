@@ -1,0 +1,461 @@
+"""What ComfyUI wrote into a VBAR, kept in page-locked memory so that it comes back by itself.
+
+A client that finds the signature of a fault unchanged writes nothing, whatever cast or patch made
+the bytes; one that finds it changed, or has kept none, writes them anew before it unpins. So the
+bytes of a *unit*, the range of one fault, are final at the unpin behind its stream. A unit that
+does not stay, since it was refused or lost while more is used than the budget has, is saved there:
+from then on the streaming engine fills its pages, ahead of need once it knows the order, and
+signatures stay the same. A client that finds one changed all the same, since it patched, has the
+unit's copy dropped before the comparison returns: whoever writes is never in a race with a fill.
+Pages that have stayed for some nodes lose their copies, one by one. Where there is no page-locked
+memory, everything is as without.
+
+A range that has others within it (ComfyUI faults blocks and their modules) is never saved itself:
+its signature says whether its parts have kept their bytes.
+"""
+
+from __future__ import annotations
+
+import bisect
+import logging
+import os
+import threading
+import weakref
+from typing import TYPE_CHECKING, Any, Iterator, Optional
+
+from .._errors import Error, HostMemory
+from .._guard import Pins
+from .._values import PageState, Reason
+from . import _devices, _pins
+
+if TYPE_CHECKING:
+    from .._bar import Bar
+
+logger = logging.getLogger("vbar.comfy")
+
+#: First byte and length, in a VBAR.
+Key = tuple[int, int]
+
+#: Refusals that streaming helps against.
+_STREAMABLE = (Reason.BUDGET, Reason.ABOVE_WATERMARK, Reason.FENCE_PENDING)
+_MAPPED = (PageState.ISSUED, PageState.RESIDENT)
+#: A page that stayed resident for so many nodes needs no copy.
+_NODES_STILL = 3
+#: So many uses of a unit that nobody compared, and it is not saved again.
+_UNSEEN_MAX = 3
+#: Bytes between the parts of a range that are nobody's: ComfyUI aligns to 1024.
+_GAP = 1024
+
+#: Whether anything is saved: ``VBAR_COMFY_AHEAD=off`` leaves all to the client.
+is_on = os.environ.get("VBAR_COMFY_AHEAD", "on").lower() not in ("off", "0", "no")
+
+
+class Unit:
+    """A range that is faulted as one."""
+
+    __slots__ = (
+        "key", "generation", "seen", "pieces", "wanted", "excluded", "unseen", "uses", "inner",
+        "parts", "node",
+    )  # fmt: skip
+
+    def __init__(self, key: Key, page_bytes: int) -> None:
+        self.key = key
+        #: What of it lies in each of its pages.
+        self.pieces = list(_pieces_of(key, page_bytes))
+        #: What signatures say: another one when bytes were lost.
+        self.generation = 0
+        #: The newest generation of its pages when it was faulted last.
+        self.seen = 0
+        #: It does not stay, so it is to be saved.
+        self.wanted = False
+        #: It is never saved.
+        self.excluded = False
+        self.unseen = 0
+        #: Faults whose pins are held.
+        self.uses: list[Use] = []
+        #: Units within it, and their generations when it was faulted last.
+        self.inner: list[Unit] = []
+        self.parts: Optional[tuple[int, ...]] = None
+        #: The last node that used it.
+        self.node = -1
+
+    @property
+    def saved(self) -> bool:
+        """Whether pages of it come back with its bytes."""
+        return any(piece.saved for piece in self.pieces)
+
+    def has(self, other: Unit) -> bool:
+        start, end = self.key[0], sum(self.key)
+        return start <= other.key[0] and sum(other.key) <= end
+
+    def touches(self, other: Unit) -> bool:
+        return self.key[0] < sum(other.key) and other.key[0] < sum(self.key)
+
+
+class Piece:
+    """What of a unit lies in one page: saved by itself, since of many a weight some pages stay."""
+
+    __slots__ = ("key", "saved", "seen", "still", "seen_before")
+
+    def __init__(self, key: Key) -> None:
+        self.key = key
+        #: The page comes back with these bytes.
+        self.saved = False
+        #: The page's generation when the unit was faulted last, the nodes in a row that have not
+        #: changed it, and what it was before them.
+        self.seen, self.still, self.seen_before = 0, 0, 0
+
+
+def _pieces_of(key: Key, page_bytes: int) -> Iterator[Piece]:
+    at, end = key[0], sum(key)
+    while at < end:
+        up_to = min(end, at - at % page_bytes + page_bytes)
+        yield Piece((at, up_to - at))
+        at = up_to
+
+
+class Use:
+    """A fault whose pins are held, as its signature knows it."""
+
+    __slots__ = ("owner", "unit", "equal", "streamed")
+
+    def __init__(self, owner: Saved, unit: Unit, streamed: bool) -> None:
+        self.owner, self.unit = weakref.ref(owner), unit
+        #: The bytes are valid for a stream; others may have fills or former users before them.
+        self.streamed = streamed
+        #: What its comparison came to; ``None`` before, and of one that nobody compares.
+        self.equal: Optional[bool] = None
+
+
+class Saved:
+    """What is saved of a VBAR. Its calls may be made by any thread.
+
+    Args:
+        bar: the VBAR, not bound.
+        context: its device.
+    """
+
+    def __init__(self, bar: Bar, context: _devices.Context) -> None:
+        self._bar, self._context = bar, context
+        self._units: dict[Key, Unit] = {}
+        self._order: list[Key] = []
+        self._longest = 0
+        #: Held while units change; never while a fault waits.
+        self._lock = threading.RLock()
+        #: Since this node nothing more is saved, for want of memory.
+        self._full_at = -1
+        #: Bytes from here on are not to be resident.
+        self.cut: Optional[int] = None
+
+    def pin(self, key: Key) -> Pins:
+        """Faults a range. One that is saved comes filled, for the current stream; any other once
+        its frames are idle, to be written on any stream.
+
+        Raises:
+            vbar.Error: the fault failed.
+        """
+        unit = self._unit(key)
+        if unit.saved or unit.wanted or unit.inner:
+            # While a graph is captured what is not there is not brought in: it would keep it for
+            # good. The library sees to that itself for what does not stream.
+            if _devices.is_capturing() and not self._is_resident(key):
+                return Pins(reason=Reason.CAPTURE)
+        pins = self._fault(unit)
+        if not pins.token and pins.reason in _STREAMABLE and self._may_save(unit):
+            if self._is_tight() and self._prepare(unit):
+                pins = self._fault(unit)
+                if pins.token:
+                    unit.wanted = True
+                else:
+                    self._drop(unit)
+        return pins
+
+    def enter(self, key: Key, pins: Pins) -> tuple[int, Use]:
+        """What the signature of a fault says, and the use that its comparison is told to."""
+        unit = self._unit(key)
+        use = Use(self, unit, getattr(pins, "streamed", False))
+        with self._lock:
+            if unit.seen != pins.signature:
+                # Asked now: what is dropped later has its bytes in pages that are pinned.
+                if not self._kept_bytes(unit):
+                    if unit.seen and not unit.wanted and self._is_tight():
+                        unit.wanted = self._may_save(unit)
+                    unit.generation = pins.signature
+                unit.seen = pins.signature
+            unit.uses.append(use)
+            unit.node = self._context.epoch
+            pins.use = use
+            return unit.generation, use
+
+    def before_unpin(self, pins: Pins, stream: int) -> None:
+        """The client is done with a fault, behind the work on a stream: saves what is to be."""
+        use = self._leave(pins)
+        if use is None:
+            return
+        unit = use.unit
+        with self._lock:
+            if use.equal is None:
+                self._unseen(unit)
+            elif unit.inner:
+                if not use.equal:
+                    self._drop_inner(unit)
+            elif unit.wanted and not unit.saved and self._may_save(unit):
+                # Whoever else has it may be writing.
+                if all(other.equal for other in unit.uses) and not _devices.is_capturing():
+                    self._save(unit, stream)
+
+    def released(self, pins: Pins) -> None:
+        """Pins went without an unpin: whoever had them may have been in the middle of writing."""
+        use = self._leave(pins)
+        if use is not None and use.equal is None:
+            with self._lock:
+                self._drop(use.unit)
+                self._drop_inner(use.unit)
+
+    def told(self, use: Use, equal: bool) -> None:
+        """A client has compared the signature of a fault that it holds."""
+        with self._lock:
+            if use not in use.unit.uses:
+                return
+            if equal:
+                use.equal = use.equal is not False
+                return
+            # It writes from here on.
+            use.equal = False
+            if use.unit.saved:
+                self._drop(use.unit)
+            self._drop_inner(use.unit)
+        if use.streamed:
+            # On any stream: waits for what was ordered for one.
+            _pins.pin(self._bar, *use.unit.key, self._context.index).release()
+
+    def end_of_node(self, is_first_to_go: bool) -> None:
+        """Drops what is not needed any more, and more where the host has no memory for it."""
+        epoch = self._context.epoch
+        with self._lock:
+            saved = [unit for unit in self._units.values() if unit.saved and not unit.uses]
+            for unit in saved:
+                if epoch - unit.node > 1:
+                    continue
+                self._drop_still(unit)
+        self._give_way(saved, is_first_to_go)
+
+    def _give_way(self, saved: list[Unit], is_first_to_go: bool) -> None:
+        excess = self._context.device.statistics().locked_excess_bytes
+        if excess <= 0 or not saved:
+            return
+        others = any(
+            other is not self and other.has_saved() for other in map(_of, self._context.bars())
+        )
+        # One that others come before keeps nothing; else as much goes as must.
+        logger.debug("%d bytes of page-locked memory are to go", excess)
+        with self._lock:
+            for unit in reversed(saved):
+                if excess <= 0 and not (is_first_to_go and others):
+                    break
+                if unit.saved and not unit.uses:
+                    excess -= sum(piece.key[1] for piece in unit.pieces if piece.saved)
+                    self._drop(unit)
+            self._full_at = self._context.epoch
+        device = self._context.device
+        told = device.statistics()
+        device.trim_host(max(told.locked_bytes - told.locked_excess_bytes, 0))
+
+    def has_saved(self) -> bool:
+        return any(unit.saved for unit in list(self._units.values()))
+
+    def saved_bytes(self) -> int:
+        """Bytes that are saved now."""
+        units = list(self._units.values())
+        return sum(piece.key[1] for unit in units for piece in unit.pieces if piece.saved)
+
+    def set_cut(self, nbytes: Optional[int]) -> None:
+        """Says from which byte on nothing is to be resident, if there is one."""
+        self.cut = nbytes
+        if nbytes is None:
+            return
+        with self._lock:
+            for unit in self._units.values():
+                if sum(unit.key) > nbytes:
+                    unit.wanted = False
+                    self._drop(unit)
+
+    def _fault(self, unit: Unit) -> Pins:
+        streamed = unit.saved or any(one.saved for one in unit.inner)
+        pins = _pins.pin(self._bar, *unit.key, self._context.index, written=not streamed)
+        pins.streamed = streamed
+        return pins
+
+    def _unit(self, key: Key) -> Unit:
+        unit = self._units.get(key)
+        if unit is not None:
+            return unit
+        with self._lock:
+            return self._units.get(key) or self._new_unit(key)
+
+    def _new_unit(self, key: Key) -> Unit:
+        unit = Unit(key, self._bar.page_size)
+        for other in self._touching(unit):
+            if unit.has(other):
+                unit.inner.append(other)
+            elif other.has(unit):
+                other.inner.append(unit)
+                other.inner.sort(key=lambda one: one.key)
+                self._exclude(other)
+            else:
+                # Whose bytes are whose is not known.
+                self._exclude(other)
+                unit.excluded = True
+        unit.excluded = unit.excluded or bool(unit.inner)
+        self._units[key] = unit
+        self._longest = max(self._longest, key[1])
+        bisect.insort(self._order, key)
+        return unit
+
+    def _touching(self, unit: Unit) -> list[Unit]:
+        start, end = unit.key[0], sum(unit.key)
+        first = bisect.bisect_left(self._order, (start - self._longest, 0))
+        near = self._order[first : bisect.bisect_left(self._order, (end, 0))]
+        return [one for one in map(self._units.__getitem__, near) if one.touches(unit)]
+
+    def _exclude(self, unit: Unit) -> None:
+        unit.excluded, unit.wanted = True, False
+        self._drop(unit)
+
+    def _may_save(self, unit: Unit) -> bool:
+        if not is_on or unit.excluded or self._full_at == self._context.epoch:
+            return False
+        return self.cut is None or sum(unit.key) <= self.cut
+
+    def _is_tight(self) -> bool:
+        """Whether all weights and what else has frames are more than the budget. Without, a unit
+        is out because the client wanted memory, and what has come of that is the client's.
+        """
+        told, bars = self._context.device.statistics(), self._context.bars()
+        missing = sum(min(bar.offset, bar._backed) - bar.loaded_size() for bar in bars)
+        return bool(told.used_bytes + missing > told.budget_bytes)
+
+    def _prepare(self, unit: Unit) -> bool:
+        try:
+            for piece in unit.pieces:
+                self._bar.prepare_save(*piece.key)
+            return True
+        except HostMemory as error:
+            logger.debug("nothing more is saved in this node: %s", error)
+            self._full_at = self._context.epoch
+        except Error as error:
+            logger.debug("%d bytes at %d are not saved: %s", unit.key[1], unit.key[0], error)
+            unit.excluded = True
+        self._drop(unit)
+        return False
+
+    def _save(self, unit: Unit, stream: int) -> None:
+        if not self._prepare(unit):
+            return
+        try:
+            for piece in unit.pieces:
+                self._bar.save(*piece.key, stream)
+                piece.saved, piece.still, piece.seen_before = True, 0, piece.seen
+        except Error as error:
+            logger.warning("%d bytes at %d are not saved: %s", unit.key[1], unit.key[0], error)
+            unit.excluded = True
+            self._drop(unit)
+
+    def _drop(self, unit: Unit) -> None:
+        """Forgets the copy of a unit, and room for one. Whoever has pinned it may write it then."""
+        for piece in unit.pieces:
+            self._drop_piece(piece)
+
+    def _drop_piece(self, piece: Piece) -> None:
+        # First: a fault that comes now finds its bytes lost where they are.
+        piece.saved = False
+        try:
+            self._bar.drop_save(*piece.key)
+        except Error as error:
+            logger.debug("the copy of %d bytes at %d: %s", piece.key[1], piece.key[0], error)
+
+    def _drop_still(self, unit: Unit) -> None:
+        """Forgets the copies of pages that have stayed for some nodes: one is enough."""
+        pages = None
+        for at, piece in enumerate(unit.pieces):
+            piece.still = piece.still + 1 if piece.seen == piece.seen_before else 0
+            piece.seen_before = piece.seen
+            if not piece.saved or piece.still < _NODES_STILL:
+                continue
+            pages = pages or self._pages(unit.key)
+            if pages[at].generation == piece.seen and pages[at].state in _MAPPED:
+                self._drop_piece(piece)
+        unit.wanted = unit.saved
+
+    def _drop_inner(self, unit: Unit) -> None:
+        for part in unit.inner:
+            if part.saved:
+                self._drop(part)
+
+    def _unseen(self, unit: Unit) -> None:
+        """Nobody compared: whether bytes were written is not known."""
+        for one in (unit, *unit.inner):
+            if one.saved or one is unit and unit.wanted:
+                self._drop(one)
+                one.unseen += 1
+                one.excluded = one.excluded or one.unseen >= _UNSEEN_MAX
+
+    def _leave(self, pins: Pins) -> Optional[Use]:
+        use: Optional[Use] = getattr(pins, "use", None)
+        if use is None:
+            return None
+        with self._lock:
+            if use not in use.unit.uses:
+                return None
+            use.unit.uses.remove(use)
+        return use
+
+    def _kept_bytes(self, unit: Unit) -> bool:
+        """Whether a unit whose pages have changed has its bytes all the same."""
+        if not unit.inner:
+            return self._observe(unit)
+        whole = sum(one.key[1] + _GAP - 1 for one in unit.inner) >= unit.key[1]
+        for one in unit.inner:
+            if not self._observe(one):
+                one.generation = max(piece.seen for piece in one.pieces)
+            one.seen = max(piece.seen for piece in one.pieces)
+        before, unit.parts = unit.parts, tuple(one.generation for one in unit.inner)
+        return whole and before == unit.parts
+
+    def _observe(self, unit: Unit) -> bool:
+        """Whether each page of a unit that is pinned is as it was, or has come back filled."""
+        kept = True
+        for piece, page in zip(unit.pieces, self._pages(unit.key)):
+            kept = kept and (piece.saved or piece.seen == page.generation)
+            piece.seen = page.generation
+        return kept
+
+    def _pages(self, key: Key) -> Any:
+        size = self._bar.page_size
+        first, end = key[0] // size, -(-sum(key) // size)
+        return self._bar.residency(first, end - first)
+
+    def _is_resident(self, key: Key) -> bool:
+        return all(page.state in _MAPPED for page in self._pages(key))
+
+
+def _of(bar: Any) -> Any:
+    return getattr(bar, "_saved", None) or _NOTHING
+
+
+class _Nothing:
+    def has_saved(self) -> bool:
+        return False
+
+
+_NOTHING = _Nothing()
+
+
+def compared(first: Any, second: Any, equal: bool) -> None:
+    """Two signatures were compared: whoever holds the fault of one of them is told."""
+    for signature in (first, second):
+        use: Optional[Use] = getattr(signature, "use", None)
+        if use is not None:
+            owner = use.owner()
+            if owner is not None:
+                owner.told(use, equal)

@@ -1,0 +1,106 @@
+//! Bytes that the program writes and the library keeps a copy of, so that it can bring them back.
+//!
+//! A range is prepared before it is faulted, so that no watermark refuses it; saved when its bytes
+//! are final, while it is pinned; and dropped before they are written anew. From the save on its
+//! pages are filled as those of a bound VBAR are. What else has a place in such a page is the
+//! program's, which is told by the page's generation as ever that it was lost.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use super::Pager;
+use crate::error::{Error, ErrorCode, Result};
+use crate::memory::saves::{Held, Standing};
+use crate::memory::vbar::Bar;
+use crate::units::Stream;
+
+impl Pager {
+    /// Sees to it that a range has room to be saved; again: does nothing. Its pages stream from now
+    /// on.
+    ///
+    /// # Errors
+    /// `InvalidArgument` for no bytes, a range outside the VBAR or one that overlaps another, and
+    /// for a bound VBAR; `HostMemory` where there is no room; `Closed`, `DeviceLost`,
+    /// `ProcessEnding`, and what the driver says.
+    pub fn prepare_save(&self, bar: &Arc<Bar>, bytes: Range<u64>) -> Result<()> {
+        let prepared = self.prepare_range(bar, &bytes);
+        prepared.map_err(|error| self.told_of(error, "preparing to save", bar, &bytes))
+    }
+
+    fn prepare_range(&self, bar: &Arc<Bar>, bytes: &Range<u64>) -> Result<()> {
+        self.device.check()?;
+        bar.check_open()?;
+        if bar.pages_of(bytes)?.is_empty() {
+            return Err(Error::new(ErrorCode::InvalidArgument, "there are no bytes to save"));
+        }
+        let saves = bar.saves_or_new()?;
+        if saves.standing(bytes)? == Standing::Known {
+            return Ok(());
+        }
+        let _scope = self.device.enter()?;
+        let room = self.filler()?.room_to_save(bytes.end - bytes.start)?;
+        saves.prepare(bytes, room)
+    }
+
+    /// Saves a range that was prepared, as it is behind what was enqueued on `stream`: from now on
+    /// its pages come back with its bytes. The caller has pinned it, and unpins it on that stream.
+    ///
+    /// # Errors
+    /// `InvalidArgument` where it is not pinned, was not prepared or is saved already, and for no
+    /// stream; `Unsupported` for one that is being captured; `Closed`, `DeviceLost`,
+    /// `ProcessEnding`, and what the driver says. After a copy was tried it is prepared no more.
+    pub fn save(&self, bar: &Arc<Bar>, bytes: Range<u64>, stream: Stream) -> Result<()> {
+        let saved = self.save_range(bar, &bytes, stream);
+        saved.map_err(|error| self.told_of(error, "saving", bar, &bytes))
+    }
+
+    fn save_range(&self, bar: &Arc<Bar>, bytes: &Range<u64>, stream: Stream) -> Result<()> {
+        self.device.check()?;
+        bar.check_open()?;
+        let Some(saves) = bar.saves() else {
+            return Err(Error::new(ErrorCode::InvalidArgument, "it was not prepared"));
+        };
+        let _scope = self.device.enter()?;
+        let filler = self.filler()?;
+        let mut pages = bar.table.pages(bar.pages_of(bytes)?);
+        if !pages.all(|(_, page)| page.word().state.is_mapped() && page.word().pins > 0) {
+            return Err(Error::new(ErrorCode::InvalidArgument, "it is not pinned"));
+        }
+        let room = saves.start(bytes)?;
+        let source = bar.space.base.offset(bytes.start);
+        match filler.save(bar.id, room, source, stream) {
+            Ok(memory) => match saves.finish(bytes, memory) {
+                None => Ok(()),
+                Some(memory) => filler.drop_saved(bar.id, memory),
+            },
+            Err(error) => {
+                saves.remove(bytes);
+                Err(error)
+            }
+        }
+    }
+
+    /// Forgets what was saved of a range, and its room: nothing fills it any more. Waits for the
+    /// copies to and from that memory, so that whoever has pinned the range may write it. Of a
+    /// range that is not known: does nothing.
+    ///
+    /// # Errors
+    /// Those of waiting, `DeviceLost`, `ProcessEnding`, and what the driver says; it is forgotten
+    /// all the same.
+    pub fn drop_saved(&self, bar: &Arc<Bar>, bytes: Range<u64>) -> Result<()> {
+        let Some(held) = bar.saves().and_then(|saves| saves.remove(&bytes)) else { return Ok(()) };
+        let dropped = self.device.check().and_then(|()| match held {
+            Held::Room(_) | Held::Saving => Ok(()),
+            Held::Bytes(memory) => {
+                let _scope = self.device.enter()?;
+                self.filler()?.drop_saved(bar.id, memory)
+            }
+        });
+        dropped.map_err(|error| self.told_of(error, "forgetting what was saved of", bar, &bytes))
+    }
+
+    fn told_of(&self, error: Error, act: &str, bar: &Bar, bytes: &Range<u64>) -> Error {
+        let Range { start, end } = bytes;
+        self.told(error, format_args!("{act} bytes {start}..{end} of VBAR {}", bar.id))
+    }
+}
