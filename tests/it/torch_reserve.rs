@@ -98,7 +98,8 @@ fn weights_come_into_the_frames_of_a_huge_tensor_that_was_freed_and_of_no_others
     // In a budget, and on the whole device, of which a page is the test's own.
     let whole = || World::with(&format!("capacity={},granularity=64K", 41 * P), options());
     let budget = |threads| World::with(ROOMY, RuntimeOptions { threads, ..budget_options(40) });
-    for world in [budget(None), budget(Some(Threads::On)), whole()] {
+    let worlds = [budget(Some(Threads::Off)), budget(Some(Threads::On)), whole()];
+    for (has_engine, world) in [false, true, false].into_iter().zip(worlds) {
         let rig = Rig::new(world, &[30]);
         assert_eq!(rig.largest(50), 40);
         rig.pass(0, |_| rig.activate(&[]));
@@ -111,11 +112,14 @@ fn weights_come_into_the_frames_of_a_huge_tensor_that_was_freed_and_of_no_others
                 rig.torch.allocator.free(block);
                 drop(rig.models[0].fault(tensor, rig.torch.world.stream).unwrap());
             }
-            rig.pass(0, |_| {
-                let small = rig.torch.malloc(512);
-                rig.torch.allocator.free(small);
-            });
-            assert!(rig.all_resident(0), "{}", rig.models[0].vbar().draw(40));
+            // An engine may have a frame on its way still, by what it had planned beside the tensor.
+            for _ in 0..if has_engine { 3 } else { 1 } {
+                rig.pass(0, |_| {
+                    let small = rig.torch.malloc(512);
+                    rig.torch.allocator.free(small);
+                });
+            }
+            assert!(rig.all_resident(0), "{has_engine} {}", rig.models[0].vbar().draw(40));
         }
         rig.check_shut();
     }
