@@ -112,7 +112,7 @@ fn weights_come_into_the_frames_of_a_huge_tensor_that_was_freed_and_of_no_others
                 rig.torch.allocator.free(block);
                 drop(rig.models[0].fault(tensor, rig.torch.world.stream).unwrap());
             }
-            // An engine may have a frame on its way still, by what it had planned beside the tensor.
+            // An engine may have a frame on its way still, as it had planned beside the tensor.
             for _ in 0..if has_engine { 3 } else { 1 } {
                 rig.pass(0, |_| {
                     let small = rig.torch.malloc(512);
