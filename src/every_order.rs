@@ -20,6 +20,7 @@ pub mod units;
 pub mod host {
     pub mod anonymous;
     pub mod locked;
+    pub mod own;
 }
 
 /// The staging ring.
