@@ -126,9 +126,13 @@ class Start(unittest.TestCase):
             if how == "execl":
                 os.execl(sys.executable, *cmds)
             if how == "execvp":
+                os.environ["PATH"] = os.path.dirname(sys.executable)
                 os.execvp(os.path.basename(sys.executable), cmds)
             if how == "spawn":
                 os.spawnv(os.P_WAIT, sys.executable, cmds)
+            if how == "elsewhere":
+                os.symlink(os.path.realpath(sys.executable), "python")
+                os.execv(os.path.abspath("python"), cmds)
             if how == "other":
                 os.execv("/bin/echo", ["echo", *cmds])
         """))
@@ -145,6 +149,9 @@ class Start(unittest.TestCase):
         # What is no restart of it is as it was; so is one that was started plain.
         code, output, _ = self.python("-m", "vbar.comfy", self.main, "other")
         self.assertEqual((code, "vbar.comfy" in output), (0, False))
+        # So is an interpreter of another environment, which may not have this package.
+        code, output, errors = self.python("-m", "vbar.comfy", self.main, "elsewhere")
+        self.assertEqual((code, output.count(" False ")), (5, 1), errors)
         code, output, errors = self.python("-m", "vbar.comfy", self.main, "execv", "--vbar-off")
         self.assertEqual((code, output.count(" False ")), (5, 2), errors)
 

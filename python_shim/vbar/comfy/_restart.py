@@ -38,18 +38,25 @@ def through_us(program: str, path: Any, arguments: Sequence[Any]) -> Sequence[An
     """The arguments of an exec, with this package before ``program`` if it is a restart of it."""
     try:
         told = [os.fsdecode(argument) for argument in arguments]
-        interpreter = os.path.realpath(os.fsdecode(path))
+        is_ours = _identity(os.fsdecode(path)) == _identity(sys.executable)
     except (TypeError, ValueError):
         # A descriptor, or what exec refuses itself.
         return arguments
     at = _first_of_the_program(told)
-    if interpreter != os.path.realpath(sys.executable) or at is None:
+    if not is_ours or at is None:
         return arguments
     if os.path.abspath(told[at]) != program:
         return arguments
     told[at:at] = _MODULE
     logger.info("restarting on vbar: %s", " ".join(told))
     return told
+
+
+def _identity(interpreter: str) -> tuple[str, str]:
+    """A virtual environment's interpreter is a link to that of the system, which does not have its
+    packages: where it lies tells them apart, what it is called does not.
+    """
+    return os.path.realpath(interpreter), os.path.realpath(os.path.dirname(interpreter))
 
 
 def _first_of_the_program(arguments: list[str]) -> int | None:

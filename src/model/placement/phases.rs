@@ -108,7 +108,7 @@ impl Layout {
     }
 
     /// Steps behind which the pages that are kept have become others, each time that a part of
-    /// them has changed; about `parts` parts in a cycle of two phases, and [`TURNS_MAX`] in any.
+    /// them has changed; about `parts` parts in a cycle of two phases, and `TURNS_MAX` in any.
     /// Begins with step 0.
     #[must_use]
     pub fn turns(&self, parts: usize) -> Vec<usize> {
