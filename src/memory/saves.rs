@@ -49,15 +49,6 @@ pub enum Held {
     Bytes(Arc<HostMemory>),
 }
 
-/// What a range is to become.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Standing {
-    /// Nothing is known of it.
-    Unknown,
-    /// It has room, or bytes.
-    Known,
-}
-
 impl Saves {
     /// Of no range.
     #[must_use]
@@ -67,21 +58,21 @@ impl Saves {
         Self { page_size, state: Mutex::new(state), any: AtomicBool::new(false) }
     }
 
-    /// How a range stands.
+    /// Whether a range has room, or bytes.
     ///
     /// # Errors
     /// `InvalidArgument` for one that overlaps another.
-    pub fn standing(&self, bytes: &Range<u64>) -> Result<Standing> {
-        self.state.lock().standing(bytes)
+    pub fn is_known(&self, bytes: &Range<u64>) -> Result<bool> {
+        self.state.lock().is_known(bytes)
     }
 
     /// Gives a range room.
     ///
     /// # Errors
-    /// As [`Saves::standing`]; `InvalidArgument` also where another thread was quicker.
+    /// As [`Saves::is_known`]; `InvalidArgument` also where another thread was quicker.
     pub fn prepare(&self, bytes: &Range<u64>, room: Part) -> Result<()> {
         let mut state = self.state.lock();
-        if state.standing(bytes)? == Standing::Known {
+        if state.is_known(bytes)? {
             return Err(refusal(bytes, "it has room already"));
         }
         state.ranges.insert(bytes.start, Entry { end: bytes.end, held: Held::Room(room) });
@@ -162,11 +153,11 @@ impl Saves {
 }
 
 impl State {
-    fn standing(&self, bytes: &Range<u64>) -> Result<Standing> {
+    fn is_known(&self, bytes: &Range<u64>) -> Result<bool> {
         let before = self.ranges.range(..bytes.end).next_back();
         match before.filter(|(_, entry)| entry.end > bytes.start) {
-            None => Ok(Standing::Unknown),
-            Some((start, entry)) if (*start..entry.end) == *bytes => Ok(Standing::Known),
+            None => Ok(false),
+            Some((start, entry)) if (*start..entry.end) == *bytes => Ok(true),
             Some((start, entry)) => {
                 let text =
                     format!("it overlaps {start}..{}, which has room or is saved", entry.end);

@@ -16,7 +16,7 @@ from typing import Any, Optional, Tuple
 from .._bar import Bar
 from .._errors import Error
 from .._guard import Pins
-from .._values import Freed, PageState, Reason, Shortfall
+from .._values import Freed, Reason, Shortfall
 from . import _devices, _pins, _report, _saved
 
 logger = logging.getLogger("vbar.comfy")
@@ -25,7 +25,6 @@ logger = logging.getLogger("vbar.comfy")
 PAGE = 32 << 20
 _ALIGNMENT = 512
 _RESIDENT, _PINNED = 1, 2
-_IN_FRAMES = (PageState.ISSUED, PageState.RESIDENT)
 
 #: Addresses of what has none: past all that a device has, each once.
 _nowhere = 1 << 60
@@ -229,7 +228,7 @@ class ModelVBAR:
             own = pages[start // size : max(start // size + 1, (start + PAGE) // size)]
             # What no allocation has is not missed.
             wanted = own[: max(-(-(self.offset - start) // size), 0)]
-            resident = bool(wanted) and all(page.state in _IN_FRAMES for page in wanted)
+            resident = bool(wanted) and all(page.state in _saved.MAPPED for page in wanted)
             pinned = any(page.pin_count for page in own)
             told.append(_RESIDENT * resident | _PINNED * pinned)
         return told

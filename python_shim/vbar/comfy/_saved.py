@@ -38,7 +38,8 @@ Key = tuple[int, int]
 
 #: Refusals that streaming helps against.
 _STREAMABLE = (Reason.BUDGET, Reason.ABOVE_WATERMARK, Reason.FENCE_PENDING)
-_MAPPED = (PageState.ISSUED, PageState.RESIDENT)
+#: Pages that have a frame.
+MAPPED = (PageState.ISSUED, PageState.RESIDENT)
 #: A page that stayed resident for so many nodes needs no copy.
 _NODES_STILL = 3
 #: So many uses of a unit that nobody compared, and it is not saved again.
@@ -383,7 +384,7 @@ class Saved:
             if not piece.saved or piece.still < _NODES_STILL:
                 continue
             pages = pages or self._pages(unit.key)
-            if pages[at].generation == piece.seen and pages[at].state in _MAPPED:
+            if pages[at].generation == piece.seen and pages[at].state in MAPPED:
                 self._drop_piece(piece)
         unit.wanted = unit.saved
 
@@ -436,7 +437,7 @@ class Saved:
         return self._bar.residency(first, end - first)
 
     def _is_resident(self, key: Key) -> bool:
-        return all(page.state in _MAPPED for page in self._pages(key))
+        return all(page.state in MAPPED for page in self._pages(key))
 
 
 def _of(bar: Any) -> Any:

@@ -10,7 +10,7 @@ use std::sync::Arc;
 
 use super::Pager;
 use crate::error::{Error, ErrorCode, Result};
-use crate::memory::saves::{Held, Standing};
+use crate::memory::saves::Held;
 use crate::memory::vbar::Bar;
 use crate::units::Stream;
 
@@ -34,7 +34,7 @@ impl Pager {
             return Err(Error::new(ErrorCode::InvalidArgument, "there are no bytes to save"));
         }
         let saves = bar.saves_or_new()?;
-        if saves.standing(bytes)? == Standing::Known {
+        if saves.is_known(bytes)? {
             return Ok(());
         }
         let _scope = self.device.enter()?;
