@@ -193,6 +193,7 @@ int main(int count, char **arguments) {
         }
     }
     printf("%u failures\n", failures);
-    CHECK(failures > 500);
+    /* A dozen places for each on the average: more calls are made than that. */
+    CHECK(failures > 12 * (unsigned)(count - 2));
     return 0;
 }
