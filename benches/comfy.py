@@ -1,13 +1,14 @@
 """ComfyUI on vbar, beside the allocator that it comes with and beside none, on a GPU.
 
-    comfy.py TREE [--original FOLDER] [--caps 6,4,3] [--cases flux,...] [--rounds 1] [--seconds 480]
+    comfy.py TREE [--original FOLDER] [--caps 4,6,all] [--cases flux,...] [--rounds 1] [--seconds 480]
 
 TREE is an unmodified ComfyUI 0.33, of which `comfy/`, `comfyui_version.py`, `cuda_malloc.py` and
 `node_helpers.py` are used; what these import must be installed, and what they import and a Flux
 does not use (the list is ABSENT) is made up where it is not. FOLDER has the original
 `comfy_aimdo`; without, that column is left out. scripts/comfy-bundle.sh puts both together.
 Nothing is downloaded: the checkpoints have random weights, made on the GPU and written to
-`--folder`, where another run finds them again.
+`--folder`, where another run finds them again. `import vbar` must work: a wheel that is installed, or
+PYTHONPATH=python_shim with VBAR_LIBRARY naming the built libvbar.so.
 
 Each measurement is a process that does what ComfyUI's main program and its executor do, without
 the server, and is a line of output as it ends. Ours and the original's alternate, round by round,
@@ -21,9 +22,10 @@ allocator) and of the bytes that cannot be resident over the link's rate, both m
 run. What weights can have of the cap is what the context, PyTorch's tensors at their peak and the
 256 MiB that either allocator leaves free do not take.
 
-With `--seconds` no measurement begins later, and the run ends with 3 when one is left out. One
-takes 15 to 25 s: `--cases flux --rounds 1` makes 9 of them, each of the others 3 for each of its
-caps.
+With `--seconds` no measurement begins later, and the run ends with 3 when one is left out; one that
+takes longer than `--limit` is ended and told as a failure. One takes 15 to 25 s: `--cases flux
+--rounds 1` makes 9 of them, those with what is least sure first, each of the others 2 or 3 for each
+of its caps; a case's checkpoints are made when its turn comes.
 
 This has not been run on a GPU yet.
 """
@@ -75,6 +77,8 @@ CASES = {
 TIMED = ("flux", "pair", "lora", "fp8")
 #: What either allocator leaves free of the card, in bytes.
 HEADROOM = 256 << 20
+#: Before what a process found, on a line of its standard output.
+FOUND = "found: "
 #: Modules that the tree imports and a Flux does not use.
 ABSENT = ("PIL", "cv2", "scipy", "torchaudio", "torchvision")
 GROWTH = 64 << 20
@@ -92,6 +96,7 @@ def main():
     parser.add_argument("--cases", default=",".join(CASES))
     parser.add_argument("--folder", type=pathlib.Path, help="of checkpoints, which stay there")
     parser.add_argument("--seconds", type=float, default=float("inf"))
+    parser.add_argument("--limit", type=float, default=150, help="seconds of a process")
     parser.add_argument("--json", type=pathlib.Path, help="each measurement is added, a line each")
     parser.add_argument("--off", action="store_true", help="ours too with VBAR_COMFY_AHEAD=off")
     parser.add_argument("--child", help=argparse.SUPPRESS)
@@ -119,10 +124,19 @@ def run_child(told, folder, **asked):
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path))}
     if asked["kind"] == "off":
         environment["VBAR_COMFY_AHEAD"] = "off"
-    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True)
+    try:
+        done = subprocess.run(
+            command, env=environment, stdout=subprocess.PIPE, text=True, timeout=told.limit
+        )
+    except subprocess.TimeoutExpired:
+        return {"died": f"took longer than {told.limit:g} s"}
     if done.returncode:
         return {"died": f"ended with {done.returncode}: {done.stdout.strip()[-500:]}"}
-    return json.loads(done.stdout.splitlines()[-1])
+    for line in reversed(done.stdout.splitlines()):
+        # Whatever else is imported may print at its end.
+        if line.startswith(FOUND):
+            return json.loads(line[len(FOUND) :])
+    return {"died": f"ended without a result: {done.stdout.strip()[-500:]}"}
 
 
 class Late(Exception):
@@ -132,43 +146,63 @@ class Late(Exception):
 def parent(told, folder, run):
     started = time.monotonic()
     cases = told.cases.split(",")
-    failed, left_out = [], []
+    failed, left_out, plain, made = 0, [], {}, {}
+
+    def keep(**line):
+        if told.json is not None:
+            with open(told.json, "a") as file:
+                print(json.dumps(line), file=file)
 
     def measured(**asked):
         if time.monotonic() - started > told.seconds:
             raise Late
+        # The same models without any such allocator are measured once.
+        known = (*CASES[asked["case"]]["models"], CASES[asked["case"]].get("lora"))
+        if asked["kind"] == "none" and known in plain:
+            return plain[known]
         began = time.monotonic()
         found = run(told, folder, **asked)
         found["took"] = time.monotonic() - began
-        if told.json is not None:
-            with open(told.json, "a") as file:
-                print(json.dumps({**asked, **found}), file=file)
+        keep(**asked, **found)
+        if asked["kind"] == "none":
+            plain[known] = found
         return found
 
-    names = sorted({name for case in cases for name in CASES[case]["models"]})
-    # Without these there is nothing, whatever the time is.
-    made = run(told, folder, kind="make", cap=None, case=cases[0], checkpoints=names)
-    made["took"] = time.monotonic() - started
-    if "died" in made:
-        sys.exit(f"no checkpoints: {made['died']}")
-    print(
-        f"{made['device']}, {made['link'] / 1e9:.1f} GB/s from page-locked memory; "
-        f"{', '.join(names)} in {made['took']:.0f} s",
-        flush=True,
-    )
+    def prepare(case):
+        began = time.monotonic()
+        names = CASES[case]["models"]
+        found = run(told, folder, kind="make", cap=None, case=case, checkpoints=names)
+        if "died" in found:
+            sys.exit(f"no checkpoints: {found['died']}")
+        # One rate for all floors: the best that the link was seen to do.
+        found["link"] = max(found["link"], made.get("link", 0.0))
+        made.update(found)
+        keep(kind="make", case=case, **found)
+        print(
+            f"{made['device']}, {made['link'] / 1e9:.1f} GB/s from page-locked memory; "
+            f"{', '.join(names)} in {time.monotonic() - began:.0f} s",
+            flush=True,
+        )
+
     for case in cases:
         try:
-            failed += compare(told, case, made, measured)
+            # Without the first there is nothing, whatever the time is.
+            if made and time.monotonic() - started > told.seconds:
+                raise Late
+            if not made or not set(CASES[case]["models"]) <= made.setdefault("names", set()):
+                prepare(case)
+                made.setdefault("names", set()).update(CASES[case]["models"])
+            for said in compare(told, case, made, measured, keep):
+                print("FAILED:", said, flush=True)
+                failed += 1
         except Late:
             left_out.append(case)
-    for said in failed:
-        print("FAILED:", said)
     if left_out:
         print(f"no time was left for all of: {', '.join(left_out)}")
     return 1 if failed else 3 if left_out else 0
 
 
-def compare(told, case, made, measured):
+def compare(told, case, made, measured, keep):
     """Measures a case; yields what is wrong."""
     total = made["total"]
     plain = measured(kind="none", cap=None, case=case, total=total)
@@ -193,13 +227,14 @@ def compare(told, case, made, measured):
         for kind in filter(times.get, kinds):
             warm, cold = (statistics.median(each) for each in zip(*times[kind]))
             line += f"  {kind} {warm:.3f} s = {warm / floor:.2f} x floor, cold {cold:.2f} s"
+            keep(kind=kind, case=case, cap=cap, floor=floor, seconds_median=warm, cold_median=cold)
         print(line, flush=True)
 
 
 def caps_of(told, case):
     if told.caps:
         return [None if cap == "all" else float(cap) for cap in told.caps.split(",")]
-    return CASES[case].get("caps", [None, 6.0, 4.0, 3.0])
+    return CASES[case].get("caps", [4.0, 6.0, None, 3.0])
 
 
 def name_of(cap):
@@ -282,7 +317,7 @@ def child(told, asked):
         # As the executor runs nodes.
         with client.torch.inference_mode():
             found = measure(client, told, folder, case)
-    print(json.dumps(found))
+    print(FOUND + json.dumps(found), flush=True)
     return 0
 
 
@@ -338,7 +373,13 @@ class Client:
 
         self.is_dynamic = kind in ("ours", "off", "original")
         if self.is_dynamic:
-            assert control.init(simple_vram_headroom=None), "the allocator was not loaded"
+            try:
+                is_loaded = control.init(simple_vram_headroom=None, nvml_pressure=True)
+            except TypeError:
+                # Before 0.4.11 there was no such choice.
+                is_loaded = control.init(simple_vram_headroom=None)
+            # Older ones return nothing.
+            assert is_loaded in (None, True), "the allocator was not loaded"
         import torch
         import transformers  # noqa: F401
 
@@ -433,7 +474,7 @@ def write_checkpoint(torch, path, shapes, seed, fp8):
         for name, shape in shapes.items():
             drawn = torch.empty(shape, dtype=torch.float32, device="cuda")
             drawn.normal_(0, 0.02, generator=generator)
-            drawn = (drawn + (1 if name.endswith("scale") else 0)).to(torch.bfloat16)
+            drawn = (drawn + (1 if "norm" in name else 0)).to(torch.bfloat16)
             if is_fp8[name]:
                 drawn = drawn.to(torch.float8_e4m3fn)
             view = memoryview(drawn.reshape(-1).view(torch.uint8).cpu().numpy())

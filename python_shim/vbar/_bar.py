@@ -178,6 +178,7 @@ class Bar(Closeable):
 
         Raises:
             HostMemory: the allowance has no room, or the system is short of memory.
+            TimedOut: a thread of the library's was still locking some; next time it is there.
             InvalidArgument: the range is empty, outside the VBAR or over another one that was
                 prepared; the VBAR is bound.
         """

@@ -21,6 +21,7 @@ use crate::copy::pipeline::Pipeline;
 use crate::copy::readers::Readers;
 use crate::copy::registered::Registered;
 use crate::copy::staging::Staging;
+use crate::copy::windows::Windows;
 use crate::driver::DriverCode;
 use crate::error::{Error, Result};
 use crate::host::bound::Bound;
@@ -93,6 +94,7 @@ pub struct Filler {
     pub(super) pace: Pace,
     pub(super) stream: Stream,
     pub(super) saved: Arc<Carver>,
+    pub(super) windows: Arc<Windows>,
     pub(super) room: Arc<LockedRoom>,
     pub(super) slot: StreamSlot,
     readers: Mutex<Option<Arc<Readers>>>,
@@ -152,6 +154,7 @@ impl Filler {
             pace: Pace::default(),
             cache: Arc::new(cache),
             saved: Arc::default(),
+            windows: Arc::default(),
             stream,
             room,
             slot,
@@ -365,9 +368,11 @@ impl Filler {
             false if self.busy_at.lock().elapsed() < QUIET_TIME => {
                 // What has become resident has no need of them; file pages may be streamed again.
                 let at_most = if self.pass_ended.swap(false, Relaxed) { WINDOWS_A_CALL } else { 0 };
-                if at_most > 0 && self.cache.may_have(Surplus::LongIdle) {
+                let idle_saved = self.may_have_idle_saved();
+                if at_most > 0 && (idle_saved || self.cache.may_have(Surplus::LongIdle)) {
                     let scope = self.device.enter()?;
-                    let windows = self.cache.take_out(Surplus::LongIdle, at_most);
+                    let mut windows = self.cache.take_out(Surplus::LongIdle, at_most);
+                    self.add_idle_saved(&mut windows, if idle_saved { at_most } else { 0 });
                     self.give_back(&scope, windows, Vec::new());
                 }
                 self.registered.advance(&self.cache);
@@ -376,12 +381,13 @@ impl Filler {
             false => Surplus::LongIdle,
         };
         let may_have = self.registered.may_have(surplus) || self.cache.may_have(surplus);
-        if above || may_have || self.saved.is_any_idle() {
+        let idle_saved = self.may_have_idle_saved();
+        if above || may_have || idle_saved {
             let scope = self.device.enter()?;
             // File pages first: they stay in memory as long as nobody needs it.
             let pages = self.registered.take_out(surplus, WINDOWS_A_CALL);
             let mut windows = self.cache.take_out(surplus, WINDOWS_A_CALL - pages.len());
-            self.add_idle_saved(&mut windows, WINDOWS_A_CALL);
+            self.add_idle_saved(&mut windows, if idle_saved { WINDOWS_A_CALL } else { 0 });
             if above && windows.is_empty() && pages.is_empty() {
                 // To the last slot: without any, bytes go through ordinary memory.
                 windows = self.staging.take_out(&self.device, WINDOWS_A_CALL, 0)?;

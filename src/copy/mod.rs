@@ -19,3 +19,4 @@ pub mod staging;
 pub mod transfer;
 mod trial;
 mod warmth;
+mod windows;

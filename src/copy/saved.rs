@@ -1,13 +1,15 @@
 //! Bytes that the program wrote, on their way from the device to memory that it comes back from.
 //!
 //! The memory is page-locked, within the allowance, and cut from windows: locking stops launches,
-//! so it is done for many ranges at a time, and a window stays until what is held is too much or
-//! its owner asks for it back. A copy runs on the program's stream, behind what it enqueued there;
+//! so it is done for many ranges at a time, ahead of need where there are threads (`copy/windows`),
+//! and a window stays until what is held is too much, nothing was saved for a while or its owner
+//! asks for it back. A copy runs on the program's stream, behind what it enqueued there;
 //! its fence is noted with the memory, which goes when no copy to or from it is under way.
 
 use std::sync::Arc;
 
 use crate::copy::fill::Filler;
+use crate::copy::windows::{AHEAD_BYTES, Asked, WINDOW_BYTES, hold, length_of};
 use crate::error::{Error, ErrorCode, Result};
 use crate::host::carved::Part;
 use crate::host::locked::{self, LockedSlot};
@@ -16,9 +18,7 @@ use crate::outcome::WaitKind;
 use crate::trace::{self, Kind};
 use crate::units::{DeviceAddress, MIB, Stream};
 
-/// A window that is locked for ranges which are smaller.
-const WINDOW_BYTES: u64 = 64 * MIB;
-/// Others are whole huge pages.
+/// Windows larger than usual, and smaller ones where there is no room, are whole huge pages.
 const WINDOW_GRAIN: u64 = 2 * MIB;
 
 impl Filler {
@@ -29,31 +29,56 @@ impl Filler {
     /// locked.
     pub fn room_to_save(&self, bytes: u64) -> Result<Part> {
         self.sweep();
+        self.windows.note_use();
         let refuse = |why: &str| {
             let text = format!("{bytes} bytes to save what is written: {why}");
             Error::new(ErrorCode::HostMemory, text)
         };
-        let length = usize::try_from(bytes).map_err(|_| refuse("more than there are addresses"))?;
+        let length = length_of(bytes).map_err(|error| refuse(&error.to_string()))?;
         if let Some(part) = self.saved.take(length) {
+            if self.saved.free_bytes() < AHEAD_BYTES {
+                self.ask_for_windows(None);
+            }
             return Ok(part);
         }
         let whole = bytes.checked_next_multiple_of(WINDOW_GRAIN);
         let whole = whole.ok_or_else(|| refuse("more than there are addresses"))?;
+        let part = self.lock_to_save(length, whole);
+        part.map_err(|error| match error.code() {
+            ErrorCode::HostMemory => refuse(&error.to_string()),
+            _ => error,
+        })
+    }
+
+    /// Room where none is free.
+    fn lock_to_save(&self, length: usize, whole: u64) -> Result<Part> {
+        let wait = self.device.wait(WaitKind::Register);
+        while let Some(asked) = self.ask_for_windows(Some(whole)) {
+            self.windows.wait(&asked, wait.check()?);
+            if let Some(part) = self.saved.take(length) {
+                return Ok(part);
+            }
+            if let Some(error) = self.windows.refused(&asked, whole) {
+                return Err(Error::new(ErrorCode::HostMemory, error.to_string()));
+            }
+        }
         // A small one where there is no room for many.
         let large = self.window_to_save(whole.max(WINDOW_BYTES));
-        let window = large.or_else(|_| self.window_to_save(whole));
-        self.saved.add(window.map_err(|error| refuse(&error.to_string()))?);
-        self.saved.take(length).ok_or_else(|| refuse("another thread took it"))
+        self.saved.add(large.or_else(|_| self.window_to_save(whole))?);
+        let taken = || Error::new(ErrorCode::HostMemory, "another thread took it");
+        self.saved.take(length).ok_or_else(taken)
+    }
+
+    /// Has windows locked by a thread, if there is one.
+    fn ask_for_windows(&self, wanted: Option<u64>) -> Option<Asked> {
+        let of = (&self.device, &self.room, &self.saved);
+        self.readers().map(|readers| self.windows.ask(&readers, of, wanted))
     }
 
     fn window_to_save(&self, bytes: u64) -> Result<LockedSlot> {
-        if self.room.is_short() || !self.room.try_hold(bytes) {
-            return Err(Error::new(ErrorCode::HostMemory, "no more may be page-locked"));
-        }
-        let _wait = self.device.wait(WaitKind::Register);
-        let locked = usize::try_from(bytes)
-            .map_err(|_| Error::new(ErrorCode::HostMemory, "more than there are addresses"))
-            .and_then(|bytes| locked::lock_window(&self.device.driver, bytes));
+        hold(&self.room, bytes)?;
+        let locked =
+            length_of(bytes).and_then(|bytes| locked::lock_window(&self.device.driver, bytes));
         locked.inspect_err(|_| self.room.release(bytes))
     }
 
@@ -99,6 +124,12 @@ impl Filler {
         let waited = self.device.wait_passed(&fences, WaitKind::Ready);
         self.sweep();
         waited
+    }
+
+    /// Whether windows that nothing is saved in are kept for nothing.
+    pub(super) fn may_have_idle_saved(&self) -> bool {
+        let is_due = self.windows.is_quiet() || self.room.is_short();
+        (is_due || self.room.excess_bytes() > 0) && self.saved.is_any_idle()
     }
 
     /// Adds windows whose ranges were all dropped to those that are given back, `count` in all.

@@ -12,10 +12,12 @@ use crate::units::Stream;
 /// Takes page-locked memory for bytes of a VBAR that is not bound, to save them once they are
 /// written. From here on the watermark does not keep them out: they come and go as those of a bound
 /// VBAR do. Again: does nothing. Ranges may share pages and must not overlap. Statuses: the common
-/// ones, the driver's, `CLOSED`; `HOST_MEMORY` where the allowance for page-locked memory has no
-/// room or the system is short of memory; `INVALID_ARGUMENT` for no bytes, a range outside the VBAR
-/// or over another one, and a bound VBAR. Locks memory now and then, which stops launches for some
-/// milliseconds. Thread-safe.
+/// ones, the driver's, `CLOSED`, `TIMED_OUT`, `CANCELLED`; `HOST_MEMORY` where the allowance for
+/// page-locked memory has no room or the system is short of memory; `INVALID_ARGUMENT` for no
+/// bytes, a range outside the VBAR or over another one, and a bound VBAR. Memory is locked many
+/// ranges at a time, which stops launches for some milliseconds: by a thread ahead of need where
+/// the device has threads, so that this waits for what is left of that at most, else in this call.
+/// Thread-safe.
 #[unsafe(no_mangle)]
 pub extern "C" fn vbar_bar_prepare_save(bar: VbarBar, bar_offset: u64, bytes: u64) -> VbarStatus {
     call(|| bar::find(bar)?.vbar.prepare_save(byte_range(bar_offset, bytes)?))

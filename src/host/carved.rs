@@ -25,6 +25,8 @@ struct State {
     /// By a number that is not used again.
     windows: BTreeMap<usize, Window>,
     next: usize,
+    /// Of all windows.
+    free_bytes: u64,
 }
 
 struct Window {
@@ -76,8 +78,10 @@ impl Part {
 impl Drop for Part {
     fn drop(&mut self) {
         let mut state = self.home.state.lock();
+        let State { windows, free_bytes, .. } = &mut *state;
         // Gone with the windows where these were taken out for good.
-        let Some(window) = state.windows.get_mut(&self.window) else { return };
+        let Some(window) = windows.get_mut(&self.window) else { return };
+        *free_bytes += self.taken as u64;
         let (mut start, mut length) = (self.start, self.taken);
         if let Some(behind) = window.free.remove(&(start + length)) {
             length += behind;
@@ -95,13 +99,14 @@ impl Carver {
     /// The first part of `bytes` that is free, if there is one; never of no bytes.
     pub fn take(self: &Arc<Self>, bytes: usize) -> Option<Part> {
         let wanted = bytes.max(1).checked_next_multiple_of(GRAIN)?;
-        let mut state = self.state.lock();
-        for (number, window) in &mut state.windows {
+        let State { windows, free_bytes, .. } = &mut *self.state.lock();
+        for (number, window) in windows {
             let fits = window.free.iter().find(|(_, length)| **length >= wanted);
             let Some((start, length)) = fits.map(|(start, length)| (*start, *length)) else {
                 continue;
             };
             window.free.remove(&start);
+            *free_bytes -= wanted as u64;
             if length > wanted {
                 window.free.insert(start + wanted, length - wanted);
             }
@@ -118,6 +123,7 @@ impl Carver {
         let free = BTreeMap::from([(0, slot.len())]);
         let number = state.next;
         state.next += 1;
+        state.free_bytes += slot.len() as u64;
         state.windows.insert(number, Window { slot, free });
     }
 
@@ -125,6 +131,12 @@ impl Carver {
     #[must_use]
     pub fn bytes(&self) -> u64 {
         self.state.lock().windows.values().map(|window| window.slot.len() as u64).sum()
+    }
+
+    /// Bytes that are free, in pieces of any length.
+    #[must_use]
+    pub fn free_bytes(&self) -> u64 {
+        self.state.lock().free_bytes
     }
 
     /// Whether some window is idle.
@@ -140,13 +152,18 @@ impl Carver {
         let idle = state.windows.iter().rev().filter(|(_, window)| window.is_idle());
         let idle: Vec<usize> = idle.map(|(number, _)| *number).take(count).collect();
         let windows = idle.iter().filter_map(|number| state.windows.remove(number));
-        windows.map(|window| window.slot).collect()
+        let slots: Vec<LockedSlot> = windows.map(|window| window.slot).collect();
+        state.free_bytes -= slots.iter().map(|slot| slot.len() as u64).sum::<u64>();
+        slots
     }
 
     /// Takes all windows out, for good: their memory goes with the last part of each.
     #[must_use]
     pub fn take_all(&self) -> Vec<LockedSlot> {
-        let windows = std::mem::take(&mut self.state.lock().windows);
+        let mut state = self.state.lock();
+        state.free_bytes = 0;
+        let windows = std::mem::take(&mut state.windows);
+        drop(state);
         windows.into_values().map(|window| window.slot).collect()
     }
 }
@@ -183,10 +200,15 @@ mod tests {
         drop(carver.take(3 * GRAIN).unwrap());
         drop(third);
         drop(carver.take(4 * GRAIN).unwrap());
+        assert_eq!(carver.free_bytes(), 4 * GRAIN as u64);
+        carver.add(lock_window(&sim.driver(), 2 * GRAIN).unwrap());
+        assert_eq!(carver.free_bytes(), 6 * GRAIN as u64);
         let kept = carver.take(1).unwrap();
-        assert_eq!(carver.bytes(), 4 * GRAIN as u64);
+        assert_eq!(carver.take_idle(9).len(), 1);
+        assert_eq!((carver.bytes(), carver.free_bytes()), (4 * GRAIN as u64, 3 * GRAIN as u64));
         drop(carver.take_all());
         assert_eq!((carver.bytes(), sim.locked_bytes()), (0, 4 * GRAIN as u64));
+        assert_eq!(carver.free_bytes(), 0);
         drop(kept);
         assert_eq!((sim.locked_bytes(), sim.violations()), (0, vec![]));
     }

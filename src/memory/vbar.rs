@@ -196,12 +196,21 @@ impl Bar {
         Ok(self.saves.get_or_init(|| Saves::new(self.page_size)))
     }
 
-    /// What fills its pages now, if anything does: once there is something that stays so.
+    /// What fills a page now, if anything does: once there is something that stays so.
     #[must_use]
-    pub fn filled_by(&self) -> Option<Arc<Bound>> {
+    pub fn filled_by(&self, page: PageIndex) -> Option<Arc<Bound>> {
         match self.bound.get() {
             Some(bound) => Some(Arc::clone(bound)),
-            None => self.saves.get().map(Saves::bound),
+            None => self.saves.get().map(|saves| saves.bound(page.0)),
+        }
+    }
+
+    /// What fills all of its pages now, if anything does.
+    #[must_use]
+    pub fn wholly_filled_by(&self) -> Option<Arc<Bound>> {
+        match self.bound.get() {
+            Some(bound) => Some(Arc::clone(bound)),
+            None => self.saves.get().map(|saves| Arc::new(saves.bound_whole())),
         }
     }
 

@@ -46,6 +46,7 @@ mod reported;
 mod reviewed;
 mod reviewed_life;
 mod saves;
+mod saves_ahead;
 mod scenarios;
 mod scenarios_failures;
 mod scenarios_life;

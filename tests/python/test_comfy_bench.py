@@ -9,6 +9,7 @@ import pathlib
 import sys
 import tempfile
 import unittest
+import unittest.mock
 
 from support import ROOT
 
@@ -33,7 +34,7 @@ class Bench(unittest.TestCase):
         told = dict(
             off=False,
             tree=pathlib.Path("tree"), original=pathlib.Path("original"), caps=None, steps=8,
-            size=1024, rounds=1, runs=2, cases="flux", folder=None, seconds=100, json=None,
+            size=1024, rounds=1, runs=2, cases="flux", folder=None, seconds=100, json=None, limit=5,
         )
         told.update(options)
         asked = []
@@ -63,8 +64,21 @@ class Bench(unittest.TestCase):
         self.assertEqual(printed.count("x floor"), 4)
 
     def test_only_the_checkpoints_of_the_cases_are_made(self):
-        _, _, asked = self.run_bench(cases="fp8,pair")
-        self.assertEqual(asked[0]["checkpoints"], ["bf16", "fp8", "second"])
+        _, _, asked = self.run_bench(cases="fp8,flux,pair,lora")
+        made = [(one["case"], one["checkpoints"]) for one in asked if one["kind"] == "make"]
+        # Each when its turn comes.
+        self.assertEqual(made, [("fp8", ["fp8"]), ("flux", ["bf16"]), ("pair", ["bf16", "second"])])
+        kinds = [one["kind"] for one in asked]
+        self.assertEqual(kinds[:5], ["make", "none", "ours", "original", "make"])
+
+    def test_the_same_models_are_measured_plain_once(self):
+        _, _, asked = self.run_bench(cases="flux,lora,cancel,long", caps="4")
+        plain = [one["case"] for one in asked if one["kind"] == "none"]
+        self.assertEqual(plain, ["flux", "lora"])
+
+    def test_what_is_least_sure_comes_first(self):
+        _, _, asked = self.run_bench(original=None)
+        self.assertEqual([one["cap"] for one in asked[2:]], [4.0, 6.0, None, 3.0])
 
     def test_what_is_wrong_fails_it_and_the_rest_is_measured(self):
         for answer, words in (
@@ -89,8 +103,33 @@ class Bench(unittest.TestCase):
         with tempfile.TemporaryDirectory() as folder:
             path = pathlib.Path(folder) / "found.jsonl"
             self.run_bench(caps="4", json=path)
-            kinds = [json.loads(line)["kind"] for line in path.read_text().splitlines()]
-        self.assertEqual(kinds, ["none", "ours", "original"])
+            lines = [json.loads(line) for line in path.read_text().splitlines()]
+        kinds = [line["kind"] for line in lines]
+        self.assertEqual(kinds, ["make", "none", "ours", "original", "ours", "original"])
+        self.assertTrue(all(line["floor"] > 0 for line in lines[4:]))
+
+    def run_child(self, program, **options):
+        """What the parent makes of a process that does this in place of measuring."""
+        with tempfile.TemporaryDirectory() as folder:
+            stand_in = pathlib.Path(folder) / "child.py"
+            stand_in.write_text(program)
+            told = dict(tree=pathlib.Path(folder), original=None, steps=8, size=64, runs=1, limit=60)
+            told = argparse.Namespace(**{**told, **options})
+            with unittest.mock.patch.object(bench, "__file__", str(stand_in)):
+                return bench.run_child(told, folder, kind="ours", cap=4.0, case="flux", total=GIB)
+
+    def test_what_a_process_found_is_told_from_what_else_it_prints(self):
+        found = self.run_child("print('x'); print('found: {\"seconds\": 1}'); print('bye')")
+        self.assertEqual(found, {"seconds": 1})
+        for program, words in (
+            ("print('only this')", "ended without a result: only this"),
+            ("print('so far'); raise SystemExit(3)", "ended with 3: so far"),
+        ):
+            self.assertEqual(self.run_child(program), {"died": words})
+
+    def test_a_process_that_hangs_is_ended(self):
+        found = self.run_child("import time; time.sleep(60)", limit=0.5)
+        self.assertEqual(found, {"died": "took longer than 0.5 s"})
 
     def test_floors(self):
         made = dict(link=50 * GIB)

@@ -9,6 +9,7 @@ import dataclasses
 import os
 import random
 import threading
+import time
 import unittest
 import unittest.mock
 
@@ -17,7 +18,7 @@ from comfy_support import MIB, PAGE, Case, control
 import comfy_aimdo.model_vbar as model_vbar
 import comfy_aimdo.vram_buffer as vram_buffer
 from vbar import PageState
-from vbar.comfy import _saved
+from vbar.comfy import _devices, _saved
 
 IN_FRAMES = (PageState.ISSUED, PageState.RESIDENT)
 
@@ -428,6 +429,42 @@ class Changes(Saving):
         client.steps(first, 2)
         client.steps(second, 2)
         client.close()
+
+    def test_where_memory_gets_short_copies_go_in_the_middle_of_a_node(self):
+        client = self.start(threads=True)
+        bar, weights = self.model([PAGE] * 12)
+        self.settle(client, weights)
+        before, real = bar._saved.saved_bytes(), type(self.device).statistics
+        self.assertGreater(before, 0)
+
+        def statistics(device):
+            told = real(device)
+            return dataclasses.replace(told, locked_excess_bytes=told.locked_saved_bytes)
+
+        with unittest.mock.patch.object(type(self.device), "statistics", statistics):
+            client.steps(weights[:1])
+            # It looks now and then: not at each use.
+            self._context_looks_now()
+            came = client.steps(weights)
+            self.assertLess(came["hit"], len(weights), "some have lost their bytes")
+            self._context_looks_now()
+            client.steps(weights)
+            self.assertEqual(bar._saved.saved_bytes(), 0)
+            self.assertEqual(client.steps(weights)["none"], 6)
+        # Nothing more in this node; the library's thread has given the memory back by itself.
+        client.steps(weights)
+        self.assertEqual(bar._saved.saved_bytes(), 0)
+        end = time.monotonic() + 60
+        while self.locked() and time.monotonic() < end:
+            time.sleep(0.01)
+        self.assertEqual(self.locked(), 0)
+        client.node()
+        self.settle(client, weights)
+        self.assertEqual(bar._saved.saved_bytes(), before)
+        client.close()
+
+    def _context_looks_now(self):
+        _devices.get(0).looked_at = 0.0
 
     def test_of_a_weight_that_stays_in_part_only_the_rest_is_kept(self):
         client = self.start(pages=10)

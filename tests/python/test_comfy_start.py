@@ -16,10 +16,13 @@ from test_torch_install import setUpModule, tearDownModule  # noqa: F401
 #: What is installed before: a package without an `__init__`, as the original is.
 ORIGINAL = "lib = 'the original'\n\ndef init(*_, **__):\n    return True\n"
 
-#: In the order of ComfyUI's: variables, the package, its init, PyTorch, a use of CUDA, devices.
+#: In the order of ComfyUI's: variables, where PyTorch is, the package, its init, PyTorch, a use of
+#: CUDA, devices.
 MAIN = """
-    import logging, os, sys
+    import importlib.util, logging, os, sys
     logging.basicConfig()
+    found = importlib.util.find_spec("torch")
+    assert found.submodule_search_locations and found.loader.get_filename("torch") == found.origin
     assert __name__ == "__main__" and sys.modules["__main__"].__file__ == __file__
     assert "torch" not in sys.modules, "torch should never be imported before this point"
     os.environ["STAND_IN_DEVICES"] = "1"
@@ -40,6 +43,7 @@ MAIN = """
           comfy_aimdo.control.lib == "the original")
     print("plug", torch._C._current is not None)
     print("loader", type(torch.__loader__).__name__, torch.__spec__.loader is torch.__loader__)
+    print("finders", [type(one).__name__ for one in sys.meta_path if "Torch" in type(one).__name__])
 """
 
 
@@ -87,6 +91,7 @@ class Start(unittest.TestCase):
         # PyTorch had its allocator before the first use of CUDA, and nothing of ours is left in it.
         self.assertEqual(told["plug"], "True")
         self.assertEqual(told["loader"], "SourceFileLoader True")
+        self.assertEqual(told["finders"], "[]")
 
     def test_its_folder_will_do(self):
         told, _ = self.start(self.tree)

@@ -299,6 +299,33 @@ class Ends(Case):
                     "    raw.close(); guard.close()"
                 )
 
+    def test_while_windows_are_locked_ahead(self):
+        """A thread of the library's locks memory at the moment that the process ends or forks."""
+        start = """
+            import os, sys, vbar, warnings
+            warnings.simplefilter("ignore")
+            device = vbar.Device("sim:capacity=64M", headroom=0, page_size="2M", threads=True)
+            bar = device.create_bar("1G")
+            bar.prepare_save(0, 64)
+        """
+        for end in (
+            "",
+            "os._exit(0)",
+            "bar.close(); device.close()",
+            "del bar, device",
+            "child = os.fork()\n"
+            "try:\n"
+            "    bar.prepare_save(256 << 20, 64 << 20)\n"
+            "    assert child, 'nothing works in a child'\n"
+            "except vbar.ProcessEnding:\n"
+            "    assert not child\n"
+            "    os._exit(7)\n"
+            "assert os.waitpid(child, 0)[1] >> 8 == 7\n"
+            "assert device.statistics().locked_saved_bytes >= 128 << 20\n",
+        ):
+            with self.subTest(end):
+                check_program(self, textwrap.dedent(start) + end)
+
     def test_in_children_of_multiprocessing(self):
         program = """
             import multiprocessing, sys, vbar

@@ -44,6 +44,8 @@ class Context:
         self.total: int = device.info.total_bytes
         #: Counts the ends of nodes.
         self.epoch = 0
+        #: When it was last seen whether the host has memory for what is page-locked.
+        self.looked_at = 0.0
         #: Since the last end.
         self.traffic = _report.Traffic()
         self._bars: weakref.WeakSet[ModelVBAR] = weakref.WeakSet()

@@ -104,26 +104,36 @@ def _after_import() -> None:
 
 
 class _AfterTorch(importlib.abc.MetaPathFinder):
-    """Finds PyTorch as the others do, once, and has its loader tell when it was imported."""
+    """Finds PyTorch as the others do, and has its loader tell when it was imported. It stays until
+    then: ComfyUI asks where PyTorch is, for its version, before it imports it."""
+
+    def __init__(self) -> None:
+        self._asking = threading.local()
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: Any = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if name != "torch":
+        if name != "torch" or getattr(self._asking, "others", False):
             return None
-        if self in sys.meta_path:
-            sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
+        self._asking.others = True
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            self._asking.others = False
         if spec is not None and spec.loader is not None:
-            spec.loader = _Telling(spec.loader)
+            spec.loader = _Telling(spec.loader, self)
         return spec
 
 
 class _Telling(importlib.abc.Loader):
     """A loader that calls when its module was executed, and leaves no trace of itself."""
 
-    def __init__(self, loader: Any) -> None:
-        self._loader = loader
+    def __init__(self, loader: Any, finder: _AfterTorch) -> None:
+        self._loader, self._finder = loader, finder
+
+    def __getattr__(self, name: str) -> Any:
+        # Whoever only asks where PyTorch is may ask its loader for more.
+        return getattr(self._loader, name)
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> Any:
         return self._loader.create_module(spec)
@@ -131,4 +141,6 @@ class _Telling(importlib.abc.Loader):
     def exec_module(self, module: Any) -> None:
         module.__loader__ = module.__spec__.loader = self._loader
         self._loader.exec_module(module)
+        if self._finder in sys.meta_path:
+            sys.meta_path.remove(self._finder)
         _after_import()

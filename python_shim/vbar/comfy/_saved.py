@@ -7,8 +7,10 @@ does not stay, since it was refused or lost while more is used than the budget h
 from then on the streaming engine fills its pages, ahead of need once it knows the order, and
 signatures stay the same. A client that finds one changed all the same, since it patched, has the
 unit's copy dropped before the comparison returns: whoever writes is never in a race with a fill.
-Pages that have stayed for some nodes lose their copies, one by one. Where there is no page-locked
-memory, everything is as without.
+Pages that have stayed for some nodes lose their copies, one by one. Where the host runs short of
+memory copies go, at the end of a node or while it uses weights; the library gives what they were in
+back, a few windows at a time, from a thread of its own. Where there is no page-locked memory,
+everything is as without.
 
 A range that has others within it (ComfyUI faults blocks and their modules) is never saved itself:
 its signature says whether its parts have kept their bytes.
@@ -20,10 +22,11 @@ import bisect
 import logging
 import os
 import threading
+import time
 import weakref
 from typing import TYPE_CHECKING, Any, Iterator, Optional
 
-from .._errors import Error, HostMemory
+from .._errors import Cancelled, Error, HostMemory, TimedOut
 from .._guard import Pins
 from .._values import PageState, Reason
 from . import _devices, _pins
@@ -44,6 +47,9 @@ MAPPED = (PageState.ISSUED, PageState.RESIDENT)
 _NODES_STILL = 3
 #: So many uses of a unit that nobody compared, and it is not saved again.
 _UNSEEN_MAX = 3
+#: Seconds between two looks at the host's memory while weights are used; the library's own are as far
+#: apart.
+_LOOK = 0.1
 #: Bytes between the parts of a range that are nobody's: ComfyUI aligns to 1024.
 _GAP = 1024
 
@@ -204,6 +210,7 @@ class Saved:
                 # Whoever else has it may be writing.
                 if all(other.equal for other in unit.uses) and not _devices.is_capturing():
                     self._save(unit, stream)
+        self._look()
 
     def released(self, pins: Pins) -> None:
         """Pins went without an unpin: whoever had them may have been in the middle of writing."""
@@ -241,10 +248,34 @@ class Saved:
                 self._drop_still(unit)
         self._give_way(saved, is_first_to_go)
 
+    def _look(self) -> None:
+        """Drops what the host has no memory for, of all VBARs, if it is time to look."""
+        context, now = self._context, time.monotonic()
+        if now < context.looked_at + _LOOK:
+            return
+        context.looked_at = now
+        if context.device.statistics().locked_excess_bytes <= 0:
+            return
+        for bar in sorted(context.bars(), key=lambda bar: not bar._is_low):
+            other = bar._saved
+            if other is not None:
+                with other._lock:
+                    saved = [unit for unit in other._units.values() if unit.saved]
+                other._drop_excess(saved, bar._is_low)
+
     def _give_way(self, saved: list[Unit], is_first_to_go: bool) -> None:
+        if not self._drop_excess(saved, is_first_to_go):
+            return
+        device = self._context.device
+        told = device.statistics()
+        device.trim_host(max(told.locked_bytes - told.locked_excess_bytes, 0))
+
+    def _drop_excess(self, saved: list[Unit], is_first_to_go: bool) -> bool:
+        """Drops copies, those of the highest bytes first, until no more is held than may be; whether
+        there was anything to drop."""
         excess = self._context.device.statistics().locked_excess_bytes
         if excess <= 0 or not saved:
-            return
+            return False
         others = any(
             other is not self and other.has_saved() for other in map(_of, self._context.bars())
         )
@@ -258,9 +289,7 @@ class Saved:
                     excess -= sum(piece.key[1] for piece in unit.pieces if piece.saved)
                     self._drop(unit)
             self._full_at = self._context.epoch
-        device = self._context.device
-        told = device.statistics()
-        device.trim_host(max(told.locked_bytes - told.locked_excess_bytes, 0))
+        return True
 
     def has_saved(self) -> bool:
         return any(unit.saved for unit in list(self._units.values()))
@@ -341,7 +370,7 @@ class Saved:
             for piece in unit.pieces:
                 self._bar.prepare_save(*piece.key)
             return True
-        except HostMemory as error:
+        except (HostMemory, TimedOut, Cancelled) as error:
             logger.debug("nothing more is saved in this node: %s", error)
             self._full_at = self._context.epoch
         except Error as error:

@@ -297,7 +297,7 @@ fn claim(state: &mut State, wanted: &Wanted, take: Take, users: Vec<Ticket>) -> 
     let streams = wanted.role == Role::Streamed;
     let keep = if streams { state.bar(bar.id).keep_streamed } else { Keep::No };
     let (backing, asker) = (Backing::Device, Asker::Engine);
-    let fill = bar.filled_by();
+    let fill = bar.filled_by(page);
     Claim { bar, page, take, users, streams, backing, keep, fill, asker }
 }
 

@@ -387,7 +387,7 @@ fn claim((bar, page): PageOf<'_>) -> Claim {
     let (bar, take, users) = (Arc::clone(bar), Take::Create, Vec::new());
     let (backing, asker) = (Backing::Host, Asker::Fault);
     // One copy in the host's memory is enough.
-    let (keep, fill) = (Keep::No, bar.filled_by());
+    let (keep, fill) = (Keep::No, bar.filled_by(page));
     Claim { bar, page, take, users, streams: false, backing, keep, fill, asker }
 }
 

@@ -342,7 +342,7 @@ fn claim(
                 _ => Keep::No,
             };
             let (backing, asker) = (Backing::Device, Asker::Fault);
-            let fill = bar.filled_by();
+            let fill = bar.filled_by(page);
             Claim { bar, page, take, users, streams, backing, keep, fill, asker }
         })
         .collect()

@@ -20,8 +20,8 @@ impl Pager {
     ///
     /// # Errors
     /// `InvalidArgument` for no bytes, a range outside the VBAR or one that overlaps another, and
-    /// for a bound VBAR; `HostMemory` where there is no room; `Closed`, `DeviceLost`,
-    /// `ProcessEnding`, and what the driver says.
+    /// for a bound VBAR; `HostMemory` where there is no room; those of waiting for a thread that
+    /// locks some; `Closed`, `DeviceLost`, `ProcessEnding`, and what the driver says.
     pub fn prepare_save(&self, bar: &Arc<Bar>, bytes: Range<u64>) -> Result<()> {
         let prepared = self.prepare_range(bar, &bytes);
         prepared.map_err(|error| self.told_of(error, "preparing to save", bar, &bytes))

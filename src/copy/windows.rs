@@ -1,0 +1,197 @@
+//! Windows of page-locked memory that are locked ahead of need, by a thread of the library's own.
+//!
+//! To lock a window takes as long as the program takes to write one, so a program whose own thread
+//! locked them would write half as fast. Owns what was asked for and what came of it: one task at a
+//! time is under way on a reader thread, which touches each window, locks it and adds it to the
+//! carver, until whoever waits has its bytes and [`AHEAD_BYTES`] more are free. Whoever finds
+//! nothing free waits for that task, and so for what is left of one window at most, rather than
+//! go without: its program would lock memory of its own for the same bytes meanwhile, on the same
+//! thread. What nobody has asked for is only locked where there is room for a large window.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use crate::copy::fill::register;
+use crate::copy::readers::Readers;
+use crate::error::{Error, ErrorCode, Result};
+use crate::host::carved::Carver;
+use crate::host::locked::{self, LockedSlot};
+use crate::host::room::LockedRoom;
+use crate::sync::device::Device;
+use crate::sync::{Condvar, Mutex};
+use crate::trace::{self, Kind};
+use crate::units::MIB;
+
+/// A window that is locked for ranges which are smaller.
+pub(super) const WINDOW_BYTES: u64 = 64 * MIB;
+/// So much is kept free: all pages of a large weight are saved at once.
+pub(super) const AHEAD_BYTES: u64 = 2 * WINDOW_BYTES;
+/// A thread that touches memory does so once in each of these.
+const OS_PAGE: usize = 4096;
+/// When nobody had bytes for so long, what is free is not kept for more.
+const QUIET_TIME: Duration = Duration::from_secs(5);
+/// What could not be locked ahead is not tried again before that.
+const AGAIN_TIME: Duration = Duration::from_secs(1);
+
+/// See the module's text.
+#[derive(Default)]
+pub(super) struct Windows {
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+#[derive(Default)]
+struct State {
+    /// Bytes of the largest range that somebody waits for.
+    wanted: Option<u64>,
+    is_under_way: bool,
+    /// Counts what was locked, or could not be.
+    round: u64,
+    /// What could not be locked last.
+    refused: Option<Refused>,
+    /// When somebody had bytes, or asked for some.
+    used_at: Option<Instant>,
+}
+
+struct Refused {
+    round: u64,
+    at: Instant,
+    /// What was asked for; 0 for what nobody waited for.
+    bytes: u64,
+    why: Error,
+}
+
+/// What locks windows; ended when it is dropped, whether it ran or not.
+struct Task {
+    windows: Arc<Windows>,
+    device: Arc<Device>,
+    room: Arc<LockedRoom>,
+    carver: Arc<Carver>,
+}
+
+/// Who asked last, to wait for what comes of it.
+pub(super) struct Asked(u64);
+
+impl Windows {
+    /// Has windows locked until `wanted` bytes in a row, where somebody waits for some, and
+    /// [`AHEAD_BYTES`] are free, as far as they may be.
+    pub(super) fn ask(
+        self: &Arc<Self>,
+        readers: &Readers,
+        (device, room, carver): (&Arc<Device>, &Arc<LockedRoom>, &Arc<Carver>),
+        wanted: Option<u64>,
+    ) -> Asked {
+        let mut state = self.state.lock();
+        let asked = Asked(state.round);
+        let refused = state.refused.as_ref().filter(|_| wanted.is_none());
+        if refused.is_some_and(|refused| refused.at.elapsed() < AGAIN_TIME) {
+            return asked;
+        }
+        state.wanted = state.wanted.max(wanted);
+        if !std::mem::replace(&mut state.is_under_way, true) {
+            drop(state);
+            let (device, room, carver) = (Arc::clone(device), Arc::clone(room), Arc::clone(carver));
+            let task = Task { windows: Arc::clone(self), device, room, carver };
+            readers.submit([Box::new(move || task.run()) as Box<_>]);
+        }
+        asked
+    }
+
+    /// Waits until something came of what was asked for, `patience` at most.
+    pub(super) fn wait(&self, asked: &Asked, patience: Duration) {
+        let mut state = self.state.lock();
+        if state.round == asked.0 && state.is_under_way {
+            self.changed.wait_for(&mut state, patience);
+        }
+    }
+
+    /// Why `bytes` cannot be had, if that was found since.
+    pub(super) fn refused(&self, asked: &Asked, bytes: u64) -> Option<Error> {
+        let state = self.state.lock();
+        let refused = state.refused.as_ref()?;
+        let is_its = refused.round > asked.0 && (1..=bytes).contains(&refused.bytes);
+        is_its.then(|| refused.why.clone())
+    }
+
+    /// Somebody has bytes of windows.
+    pub(super) fn note_use(&self) {
+        self.state.lock().used_at = Some(Instant::now());
+    }
+
+    /// Whether nobody has had bytes for long enough that what is free is kept for nothing.
+    pub(super) fn is_quiet(&self) -> bool {
+        self.state.lock().used_at.is_none_or(|at| at.elapsed() >= QUIET_TIME)
+    }
+
+    fn note(&self, locked: Result<()>, wanted: Option<u64>) {
+        let mut state = self.state.lock();
+        state.round += 1;
+        let (round, at, bytes) = (state.round, Instant::now(), wanted.unwrap_or(0));
+        state.refused = locked.err().map(|why| Refused { round, at, bytes, why });
+        self.changed.notify_all();
+    }
+}
+
+impl Task {
+    fn run(self) {
+        loop {
+            let wanted = self.windows.state.lock().wanted.take();
+            let is_enough = || self.carver.free_bytes() >= AHEAD_BYTES || self.windows.is_quiet();
+            if wanted.is_none() && is_enough() {
+                return;
+            }
+            let locked = self.lock(wanted);
+            let is_over = locked.is_err();
+            self.windows.note(locked, wanted);
+            if is_over && self.windows.state.lock().wanted.is_none() {
+                return;
+            }
+        }
+    }
+
+    fn lock(&self, wanted: Option<u64>) -> Result<()> {
+        let large = self.window(wanted.unwrap_or(0).max(WINDOW_BYTES));
+        // A small one where there is no room for many.
+        let window = match wanted {
+            Some(bytes) => large.or_else(|_| self.window(bytes)),
+            None => large,
+        };
+        window.map(|window| self.carver.add(window))
+    }
+
+    fn window(&self, bytes: u64) -> Result<LockedSlot> {
+        hold(&self.room, bytes)?;
+        let _span = trace::span(Kind::Register).bytes(bytes);
+        let locked = length_of(bytes)
+            .and_then(|length| locked::map_window(&self.device.driver, length))
+            .and_then(|mut window| {
+                // Locking stops launches: for memory that was touched a fifth as long.
+                window.bytes_mut().chunks_mut(OS_PAGE).for_each(|page| page[0] = 0);
+                register(&self.device, || window.register()).map(|()| window)
+            });
+        locked.inspect_err(|_| self.room.release(bytes))
+    }
+}
+
+impl Drop for Task {
+    fn drop(&mut self) {
+        let mut state = self.windows.state.lock();
+        state.is_under_way = false;
+        // Whoever asked since asks again.
+        state.round += 1;
+        self.windows.changed.notify_all();
+    }
+}
+
+/// Holds the bytes of a window, before it is locked.
+pub(super) fn hold(room: &LockedRoom, bytes: u64) -> Result<()> {
+    if room.is_short() || !room.try_hold(bytes) {
+        return Err(Error::new(ErrorCode::HostMemory, "no more may be page-locked"));
+    }
+    Ok(())
+}
+
+pub(super) fn length_of(bytes: u64) -> Result<usize> {
+    let text = "more than there are addresses";
+    usize::try_from(bytes).map_err(|_| Error::new(ErrorCode::HostMemory, text))
+}
