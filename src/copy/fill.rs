@@ -362,6 +362,7 @@ impl Filler {
     /// What the driver says when the context is entered.
     pub fn housekeep(&self) -> Result<()> {
         self.registered.check_copies();
+        self.sweep();
         let above = self.room.excess_bytes() > 0;
         let surplus = match above || self.room.is_short() {
             true => Surplus::Any,
@@ -404,6 +405,7 @@ impl Filler {
     /// # Errors
     /// What the driver says when the context is entered.
     pub fn trim_host(&self, target_bytes: u64) -> Result<u64> {
+        self.sweep();
         let window_bytes = self.staging.slot_bytes() as u64;
         let excess = self.locked_bytes().saturating_sub(target_bytes);
         if excess == 0 {

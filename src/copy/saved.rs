@@ -9,14 +9,16 @@
 use std::sync::Arc;
 
 use crate::copy::fill::Filler;
+use crate::copy::transfer::OnStream;
 use crate::copy::windows::{AHEAD_BYTES, Asked, WINDOW_BYTES, hold, length_of};
 use crate::error::{Error, ErrorCode, Result};
 use crate::host::carved::Part;
 use crate::host::locked::{self, LockedSlot};
 use crate::host::memory::HostMemory;
 use crate::outcome::WaitKind;
+use crate::sync::ticket::Ticket;
 use crate::trace::{self, Kind};
-use crate::units::{DeviceAddress, MIB, Stream};
+use crate::units::{DeviceAddress, MIB};
 
 /// Windows larger than usual, and smaller ones where there is no room, are whole huge pages.
 const WINDOW_GRAIN: u64 = 2 * MIB;
@@ -64,9 +66,10 @@ impl Filler {
         }
         // A small one where there is no room for many.
         let large = self.window_to_save(whole.max(WINDOW_BYTES));
-        self.saved.add(large.or_else(|_| self.window_to_save(whole))?);
-        let taken = || Error::new(ErrorCode::HostMemory, "another thread took it");
-        self.saved.take(length).ok_or_else(taken)
+        let window = large.or_else(|_| self.window_to_save(whole))?;
+        // One step: the housekeeping gives back what nobody has a part of.
+        let small = || Error::new(ErrorCode::HostMemory, "it does not fit a window");
+        self.saved.add_for(window, length).ok_or_else(small)
     }
 
     /// Has windows locked by a thread, if there is one.
@@ -82,21 +85,19 @@ impl Filler {
         locked.inspect_err(|_| self.room.release(bytes))
     }
 
-    /// Enqueues the copy of a range of the device to its room, on `stream`; the context is current.
+    /// Enqueues the copy of a range of the device to its room, on a stream; the context is current.
     /// The range keeps its frames until the copy is done.
     ///
     /// # Errors
-    /// `InvalidArgument` for no stream, `Unsupported` for one that is being captured; what the
-    /// driver says. The room is given up then.
+    /// What the driver says. The room is given up then.
     pub fn save(
         &self,
         bar: u32,
         mut room: Part,
         source: DeviceAddress,
-        stream: Stream,
+        on: OnStream,
     ) -> Result<Arc<HostMemory>> {
-        let on = self.on_stream(stream)?;
-        let length = room.len();
+        let (stream, length) = (on.stream, room.len());
         let copied = trace::span(Kind::Copy).device(self.device.ordinal).stream(stream);
         let _copied = copied.bytes(length as u64);
         let copy = || room.slot().copy_from_device(0..length, source, stream);
@@ -113,15 +114,22 @@ impl Filler {
         Ok(memory)
     }
 
-    /// Takes leave of memory that a range was saved to: waits until no copy to or from it is under
-    /// way that was enqueued before, then it goes as soon as nobody has it.
+    /// Takes leave of memory that a range was saved to: it goes as soon as nobody has it and no copy
+    /// to or from it is under way. Returns the fences of those that are, for
+    /// [`Filler::wait_for_saved`]. Calls no driver: whatever else fails, the memory goes.
+    #[must_use]
+    pub fn drop_saved(&self, bar: u32, memory: Arc<HostMemory>) -> Vec<Ticket> {
+        let fences = self.host_copies.fences_of(&memory);
+        self.host_copies.part(bar, memory);
+        fences
+    }
+
+    /// Waits for the copies to and from memory that was dropped; the context is current.
     ///
     /// # Errors
     /// Those of waiting; the memory goes later all the same.
-    pub fn drop_saved(&self, bar: u32, memory: Arc<HostMemory>) -> Result<()> {
-        let fences = self.host_copies.fences_of(&memory);
-        self.host_copies.part(bar, memory);
-        let waited = self.device.wait_passed(&fences, WaitKind::Ready);
+    pub fn wait_for_saved(&self, copies: &[Ticket]) -> Result<()> {
+        let waited = self.device.wait_passed(copies, WaitKind::Ready);
         self.sweep();
         waited
     }

@@ -33,8 +33,8 @@ const WRITE_SLOTS: usize = 2;
 
 /// A stream of the program's, as fences know it.
 #[derive(Clone, Copy)]
-pub(super) struct OnStream {
-    stream: Stream,
+pub struct OnStream {
+    pub(super) stream: Stream,
     slot: StreamSlot,
 }
 
@@ -124,7 +124,12 @@ impl Filler {
         Ok(())
     }
 
-    pub(super) fn on_stream(&self, stream: Stream) -> Result<OnStream> {
+    /// A stream of the program, to copy on; the context is current.
+    ///
+    /// # Errors
+    /// `InvalidArgument` for no stream, `Unsupported` for one that is being captured; what the driver
+    /// says.
+    pub fn on_stream(&self, stream: Stream) -> Result<OnStream> {
         match self.device.inspect(stream)? {
             (CaptureState::None, Some(slot)) => Ok(OnStream { stream, slot }),
             (CaptureState::None, None) => {
@@ -132,8 +137,7 @@ impl Filler {
                 Err(Error::new(ErrorCode::InvalidArgument, text))
             }
             _ => {
-                let text =
-                    format!("{stream:?} is being captured: a launch would not read the file");
+                let text = format!("{stream:?} is being captured: nothing is copied on it now");
                 Err(Error::new(ErrorCode::Unsupported, text))
             }
         }

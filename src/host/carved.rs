@@ -9,6 +9,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use crate::host::locked::LockedSlot;
+use crate::process;
 use crate::sync::Mutex;
 
 /// Parts begin at multiples of this many bytes: an OS page.
@@ -77,6 +78,10 @@ impl Part {
 
 impl Drop for Part {
     fn drop(&mut self) {
+        // Another thread may have held the lock at a fork, for ever.
+        if process::ending() {
+            return;
+        }
         let mut state = self.home.state.lock();
         let State { windows, free_bytes, .. } = &mut *state;
         // Gone with the windows where these were taken out for good.
@@ -95,11 +100,25 @@ impl Drop for Part {
     }
 }
 
+impl State {
+    fn add(&mut self, slot: LockedSlot) {
+        let free = BTreeMap::from([(0, slot.len())]);
+        let number = self.next;
+        self.next += 1;
+        self.free_bytes += slot.len() as u64;
+        self.windows.insert(number, Window { slot, free });
+    }
+}
+
 impl Carver {
     /// The first part of `bytes` that is free, if there is one; never of no bytes.
     pub fn take(self: &Arc<Self>, bytes: usize) -> Option<Part> {
+        self.take_from(&mut self.state.lock(), bytes)
+    }
+
+    fn take_from(self: &Arc<Self>, state: &mut State, bytes: usize) -> Option<Part> {
         let wanted = bytes.max(1).checked_next_multiple_of(GRAIN)?;
-        let State { windows, free_bytes, .. } = &mut *self.state.lock();
+        let State { windows, free_bytes, .. } = state;
         for (number, window) in windows {
             let fits = window.free.iter().find(|(_, length)| **length >= wanted);
             let Some((start, length)) = fits.map(|(start, length)| (*start, *length)) else {
@@ -117,14 +136,17 @@ impl Carver {
         None
     }
 
-    /// Adds a window, all of it free.
-    pub fn add(&self, slot: LockedSlot) {
+    /// Adds a window, and takes a part of `bytes`: the window is idle for nobody before that. `None`
+    /// where it is smaller, and so is what was there; it is added all the same.
+    pub fn add_for(self: &Arc<Self>, slot: LockedSlot, bytes: usize) -> Option<Part> {
         let mut state = self.state.lock();
-        let free = BTreeMap::from([(0, slot.len())]);
-        let number = state.next;
-        state.next += 1;
-        state.free_bytes += slot.len() as u64;
-        state.windows.insert(number, Window { slot, free });
+        state.add(slot);
+        self.take_from(&mut state, bytes)
+    }
+
+    /// Adds a window.
+    pub fn add(&self, slot: LockedSlot) {
+        self.state.lock().add(slot);
     }
 
     /// Bytes of all windows.
@@ -184,8 +206,10 @@ mod tests {
         sim.ctx_set_current(Some(context)).unwrap();
         let carver = Arc::<Carver>::default();
         assert!(carver.take(1).is_none());
-        carver.add(lock_window(&sim.driver(), 4 * GRAIN).unwrap());
-        let mut first = carver.take(GRAIN + 1).unwrap();
+        let window = lock_window(&sim.driver(), 4 * GRAIN).unwrap();
+        let mut first = carver.add_for(window, GRAIN + 1).unwrap();
+        // Nobody finds the window idle before it has a part.
+        assert!(!carver.is_any_idle());
         let mut second = carver.take(GRAIN).unwrap();
         let third = carver.take(5).unwrap();
         assert!(carver.take(1).is_none() && carver.take_idle(1).is_empty());

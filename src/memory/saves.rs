@@ -5,8 +5,8 @@
 //! filled and anew once one of them was saved or dropped, so that a fill under way keeps the one
 //! that it began with, and a save costs by its own pages, however many ranges there are. A range
 //! has room before it has bytes; from then on its pages are served as those of bound VBARs are,
-//! whatever has a place in them besides. Ranges do not overlap. Copies nothing and waits for
-//! nothing.
+//! whatever has a place in them besides. Ranges do not overlap; a range that is dropped and comes
+//! again is another one. Copies nothing and waits for nothing.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -38,6 +38,10 @@ struct State {
     pages: BTreeMap<u32, OfPage>,
     /// Ranges that have bytes.
     saved_count: u64,
+    /// Saves that were begun.
+    begun: u64,
+    /// No range is added any more.
+    ended: bool,
 }
 
 #[derive(Default)]
@@ -46,6 +50,11 @@ struct OfPage {
     /// What fills it, if it was filled since the last change.
     bound: Option<Arc<Bound>>,
 }
+
+/// A save that was begun: its range may be dropped, and be prepared and saved by another thread,
+/// before it ends.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Begun(u64);
 
 struct Entry {
     end: u64,
@@ -57,7 +66,7 @@ pub enum Held {
     /// Room for its bytes.
     Room(Part),
     /// It is being saved.
-    Saving,
+    Saving(Begun),
     /// Its bytes.
     Bytes(Arc<HostMemory>),
 }
@@ -78,42 +87,53 @@ impl Saves {
         self.state.lock().is_known(bytes)
     }
 
-    /// Gives a range room.
+    /// Gives a range room. Returns the room where another thread was quicker.
     ///
     /// # Errors
-    /// As [`Saves::is_known`]; `InvalidArgument` also where another thread was quicker.
-    pub fn prepare(&self, bytes: &Range<u64>, room: Part) -> Result<()> {
+    /// As [`Saves::is_known`]; `Closed` after [`Saves::end`].
+    pub fn prepare(&self, bytes: &Range<u64>, room: Part) -> Result<Option<Part>> {
         let mut state = self.state.lock();
+        if state.ended {
+            return Err(Error::new(ErrorCode::Closed, "the VBAR is closed"));
+        }
         if state.is_known(bytes)? {
-            return Err(refusal(bytes, "it has room already"));
+            return Ok(Some(room));
         }
         state.ranges.insert(bytes.start, Entry { end: bytes.end, held: Held::Room(room) });
         for page in self.page_size.pages_of(bytes) {
             state.pages.entry(page).or_default().range_count += 1;
         }
-        Ok(())
+        Ok(None)
     }
 
     /// Takes the room of a range out, for its bytes to be copied there.
     ///
     /// # Errors
     /// `InvalidArgument` where it has none.
-    pub fn start(&self, bytes: &Range<u64>) -> Result<Part> {
+    pub fn start(&self, bytes: &Range<u64>) -> Result<(Begun, Part)> {
         let mut state = self.state.lock();
-        match state.entry(bytes) {
-            Some(held @ Held::Room(_)) => match std::mem::replace(held, Held::Saving) {
-                Held::Room(room) => Ok(room),
-                Held::Saving | Held::Bytes(_) => unreachable!("it was matched above"),
+        let begun = Begun(state.begun);
+        let (_, room) = match state.entry(bytes) {
+            Some(held @ Held::Room(_)) => match std::mem::replace(held, Held::Saving(begun)) {
+                Held::Room(room) => (held, room),
+                Held::Saving(_) | Held::Bytes(_) => unreachable!("it was matched above"),
             },
-            _ => Err(refusal(bytes, "it was not prepared")),
-        }
+            _ => return Err(refusal("it was not prepared")),
+        };
+        state.begun += 1;
+        Ok((begun, room))
     }
 
     /// The range has bytes from now on. Gives them back where it was dropped meanwhile.
-    pub fn finish(&self, bytes: &Range<u64>, memory: Arc<HostMemory>) -> Option<Arc<HostMemory>> {
+    pub fn finish(
+        &self,
+        bytes: &Range<u64>,
+        begun: Begun,
+        memory: Arc<HostMemory>,
+    ) -> Option<Arc<HostMemory>> {
         let mut state = self.state.lock();
         match state.entry(bytes) {
-            Some(held @ Held::Saving) => *held = Held::Bytes(memory),
+            Some(held @ Held::Saving(_)) if held.is_saved_by(begun) => *held = Held::Bytes(memory),
             _ => return Some(memory),
         }
         state.saved_count += 1;
@@ -121,9 +141,20 @@ impl Saves {
         None
     }
 
+    /// A save failed: its range is not prepared any more, if it was not dropped meanwhile.
+    pub fn give_up(&self, bytes: &Range<u64>, begun: Begun) {
+        let mut state = self.state.lock();
+        if state.entry(bytes).is_some_and(|held| held.is_saved_by(begun)) {
+            self.remove_from(&mut state, bytes);
+        }
+    }
+
     /// Forgets a range. `None` where it is not known.
     pub fn remove(&self, bytes: &Range<u64>) -> Option<Held> {
-        let mut state = self.state.lock();
+        self.remove_from(&mut self.state.lock(), bytes)
+    }
+
+    fn remove_from(&self, state: &mut State, bytes: &Range<u64>) -> Option<Held> {
         state.entry(bytes)?;
         let Entry { held, .. } = state.ranges.remove(&bytes.start)?;
         for page in self.page_size.pages_of(bytes) {
@@ -136,9 +167,20 @@ impl Saves {
         }
         if matches!(held, Held::Bytes(_)) {
             state.saved_count -= 1;
-            self.follow(&mut state, bytes);
+            self.follow(state, bytes);
         }
         Some(held)
+    }
+
+    /// Forgets all ranges and takes no more. Returns what had filled pages, whose memory is for the
+    /// caller to take leave of.
+    pub fn end(&self) -> Arc<Bound> {
+        let mut state = self.state.lock();
+        let ranges = std::mem::take(&mut state.ranges);
+        *state = State { begun: state.begun, ended: true, ..State::default() };
+        self.any.store(false, Relaxed);
+        drop(state);
+        Arc::new(bound_of(ranges.iter().map(|(start, entry)| (*start, entry))))
     }
 
     /// What fills a page now.
@@ -149,13 +191,6 @@ impl Saves {
         let start = self.page_size.offset_of(PageIndex(page));
         let made = || Arc::new(bound_of(in_bytes(ranges, start..start + self.page_size.bytes())));
         Arc::clone(of_page.bound.get_or_insert_with(made))
-    }
-
-    /// What fills all pages.
-    #[must_use]
-    pub fn bound_whole(&self) -> Bound {
-        let state = self.state.lock();
-        bound_of(state.ranges.iter().map(|(start, entry)| (*start, entry)))
     }
 
     /// Whether a range with room or bytes has a part in the page.
@@ -182,6 +217,12 @@ impl Saves {
     }
 }
 
+impl Held {
+    fn is_saved_by(&self, begun: Begun) -> bool {
+        matches!(self, Self::Saving(by) if *by == begun)
+    }
+}
+
 impl State {
     fn is_known(&self, bytes: &Range<u64>) -> Result<bool> {
         let before = self.ranges.range(..bytes.end).next_back();
@@ -189,9 +230,8 @@ impl State {
             None => Ok(false),
             Some((start, entry)) if (*start..entry.end) == *bytes => Ok(true),
             Some((start, entry)) => {
-                let text =
-                    format!("it overlaps {start}..{}, which has room or is saved", entry.end);
-                Err(refusal(bytes, &text))
+                let end = entry.end;
+                Err(refusal(format!("it overlaps {start}..{end}, which has room or is saved")))
             }
         }
     }
@@ -225,9 +265,8 @@ fn bound_of<'a>(ranges: impl Iterator<Item = (u64, &'a Entry)>) -> Bound {
     Bound::new(binding, sources).expect("each range has memory of its length")
 }
 
-fn refusal(bytes: &Range<u64>, why: &str) -> Error {
-    let text = format!("saving bytes {}..{} of a VBAR: {why}", bytes.start, bytes.end);
-    Error::new(ErrorCode::InvalidArgument, text)
+fn refusal(why: impl Into<String>) -> Error {
+    Error::new(ErrorCode::InvalidArgument, why)
 }
 
 #[cfg(test)]
@@ -240,6 +279,62 @@ mod tests {
     use crate::host::locked::lock_window;
     use crate::units::DeviceOrdinal;
 
+    const RANGE: Range<u64> = 512..1024;
+
+    fn rooms() -> (Arc<Sim>, Arc<Carver>, Saves) {
+        let sim = Sim::new(SimOptions::parse("capacity=1M,granularity=64K").unwrap());
+        let context = sim.device_primary_ctx_retain(DeviceOrdinal(0)).unwrap();
+        sim.ctx_set_current(Some(context)).unwrap();
+        let carver = Arc::<Carver>::default();
+        drop(carver.add_for(lock_window(&sim.driver(), 1 << 16).unwrap(), 1).unwrap());
+        (sim, carver, Saves::new(PageSize::new(4096).unwrap()))
+    }
+
+    fn memory(room: Part) -> Arc<HostMemory> {
+        Arc::new(HostMemory::of_part(room).unwrap())
+    }
+
+    #[test]
+    fn a_range_that_was_dropped_and_came_again_is_another_one() {
+        let (_sim, carver, saves) = rooms();
+        let prepare = || saves.prepare(&RANGE, carver.take(512).unwrap()).unwrap();
+        assert!(prepare().is_none());
+        // What is there already is as good.
+        assert!(prepare().is_some());
+        let (first, room) = saves.start(&RANGE).unwrap();
+        assert!(matches!(saves.remove(&RANGE), Some(Held::Saving(_))));
+        assert!(prepare().is_none());
+        assert!(saves.finish(&RANGE, first, memory(room)).is_some());
+        let (second, room) = saves.start(&RANGE).unwrap();
+        // Neither the end of the first save nor its failure is the second one's.
+        let other = memory(carver.take(512).unwrap());
+        assert!(saves.finish(&RANGE, first, other).is_some());
+        saves.give_up(&RANGE, first);
+        assert!(saves.is_known(&RANGE).unwrap() && !saves.is_any());
+        assert!(saves.finish(&RANGE, second, memory(room)).is_none());
+        assert!(saves.is_any() && saves.has(0) && !saves.has(1));
+        saves.give_up(&RANGE, second);
+        assert!(saves.is_known(&RANGE).unwrap());
+    }
+
+    #[test]
+    fn once_it_has_ended_nothing_is_kept_and_nothing_added() {
+        let (_sim, carver, saves) = rooms();
+        let room = || carver.take(512).unwrap();
+        saves.prepare(&(0..512), room()).unwrap();
+        let (begun, part) = saves.start(&(0..512)).unwrap();
+        assert!(saves.finish(&(0..512), begun, memory(part)).is_none());
+        saves.prepare(&RANGE, room()).unwrap();
+        let bound = saves.end();
+        assert_eq!(bound.binding().segments().len(), 1);
+        assert!(!saves.is_any() && !saves.has(0) && saves.remove(&RANGE).is_none());
+        let error = saves.prepare(&RANGE, room()).err().unwrap();
+        assert_eq!(error.code(), ErrorCode::Closed);
+        bound.memories().for_each(|memory| drop(memory.end_leases()));
+        drop(bound);
+        assert!(carver.is_any_idle());
+    }
+
     /// Pages of the ranges below, in bytes.
     const P: u64 = 64 << 10;
 
@@ -248,8 +343,8 @@ mod tests {
         for bytes in ranges {
             let room = carver.take((bytes.end - bytes.start) as usize).unwrap();
             saves.prepare(&bytes, room).unwrap();
-            let memory = HostMemory::of_part(saves.start(&bytes).unwrap()).unwrap();
-            assert!(saves.finish(&bytes, Arc::new(memory)).is_none());
+            let (begun, room) = saves.start(&bytes).unwrap();
+            assert!(saves.finish(&bytes, begun, memory(room)).is_none());
         }
     }
 
@@ -273,9 +368,9 @@ mod tests {
         let (saves, carver) = (Saves::new(PageSize::new(P).unwrap()), carver(2000 * 4096));
         save_all(&saves, &carver, (0..2000).map(|at| at * 4096..(at + 1) * 4096));
         assert!(saves.is_any());
-        assert_eq!(saves.bound_whole().binding().segments().len(), 2000);
         let of_page: Vec<_> = (3 * P..4 * P).step_by(4096).map(|at| at..at + 4096).collect();
         assert_eq!(targets(&saves, 3), of_page);
+        assert_eq!(saves.end().binding().segments().len(), 2000);
     }
 
     #[test]

@@ -50,9 +50,16 @@ pub struct Bar {
     pub content: Content,
     allocated: AtomicU64,
     closed: AtomicBool,
-    bound: OnceLock<Arc<Bound>>,
-    /// Never of a bound one.
-    saves: OnceLock<Saves>,
+    /// One of the two, whoever asks first.
+    filled: OnceLock<Filled>,
+}
+
+/// Where the bytes of a VBAR's pages come from, if not from the program alone.
+enum Filled {
+    /// All of them.
+    Bound(Arc<Bound>),
+    /// Those of ranges that were saved.
+    Saves(Saves),
 }
 
 impl Bar {
@@ -68,8 +75,7 @@ impl Bar {
             content,
             allocated: AtomicU64::new(0),
             closed: AtomicBool::new(false),
-            bound: OnceLock::new(),
-            saves: OnceLock::new(),
+            filled: OnceLock::new(),
         }
     }
 
@@ -161,27 +167,38 @@ impl Bar {
         if bytes > self.space.bytes {
             return refuse("the binding is larger than the VBAR");
         }
-        if self.saves.get().is_some() {
-            return refuse("ranges of the VBAR are saved");
+        let saved = "ranges of the VBAR are saved";
+        if self.saves().is_some() {
+            return refuse(saved);
         }
         if self.allocated.compare_exchange(0, bytes, Relaxed, Relaxed).is_err() {
             return refuse("the VBAR is bound, or has allocations, already");
         }
-        self.bound.set(bound).or_else(|_| refuse("the VBAR is bound already"))
+        self.filled.set(Filled::Bound(bound)).or_else(|_| {
+            // Another thread was quicker, and nothing is taken.
+            let _ = self.allocated.compare_exchange(bytes, 0, Relaxed, Relaxed);
+            refuse(if self.saves().is_some() { saved } else { "the VBAR is bound already" })
+        })
     }
 
     /// What fills the VBAR, if it is bound.
     #[inline]
     #[must_use]
     pub fn bound(&self) -> Option<&Arc<Bound>> {
-        self.bound.get()
+        match self.filled.get() {
+            Some(Filled::Bound(bound)) => Some(bound),
+            _ => None,
+        }
     }
 
     /// Ranges that the program writes and the library keeps a copy of, if it was ever asked to.
     #[inline]
     #[must_use]
     pub fn saves(&self) -> Option<&Saves> {
-        self.saves.get()
+        match self.filled.get() {
+            Some(Filled::Saves(saves)) => Some(saves),
+            _ => None,
+        }
     }
 
     /// The same, for one that is to be added.
@@ -189,50 +206,62 @@ impl Bar {
     /// # Errors
     /// `InvalidArgument` of a bound VBAR: it is filled from elsewhere.
     pub fn saves_or_new(&self) -> Result<&Saves> {
-        if self.bound.get().is_some() || self.is_arena() {
-            let text = "a bound VBAR has its bytes from elsewhere: nothing of it is saved";
-            return Err(Error::new(ErrorCode::InvalidArgument, text));
+        let refuse = |text| Err(Error::new(ErrorCode::InvalidArgument, text));
+        if self.is_arena() {
+            return refuse("an allocator's pages stay as long as they are mapped: none is saved");
         }
-        Ok(self.saves.get_or_init(|| Saves::new(self.page_size)))
+        match self.filled.get_or_init(|| Filled::Saves(Saves::new(self.page_size))) {
+            Filled::Saves(saves) => Ok(saves),
+            Filled::Bound(_) => {
+                refuse("a bound VBAR has its bytes from elsewhere: nothing of it is saved")
+            }
+        }
+    }
+
+    /// The last page of a closed VBAR has gone: nothing is saved of it from now on, and the room
+    /// for what was to be is given back. Returns what had filled its pages.
+    pub fn end_filling(&self) -> Arc<Bound> {
+        match self.filled.get_or_init(|| Filled::Saves(Saves::new(self.page_size))) {
+            Filled::Bound(bound) => Arc::clone(bound),
+            Filled::Saves(saves) => saves.end(),
+        }
     }
 
     /// What fills a page now, if anything does: once there is something that stays so.
     #[must_use]
     pub fn filled_by(&self, page: PageIndex) -> Option<Arc<Bound>> {
-        match self.bound.get() {
-            Some(bound) => Some(Arc::clone(bound)),
-            None => self.saves.get().map(|saves| saves.bound(page.0)),
-        }
-    }
-
-    /// What fills all of its pages now, if anything does.
-    #[must_use]
-    pub fn wholly_filled_by(&self) -> Option<Arc<Bound>> {
-        match self.bound.get() {
-            Some(bound) => Some(Arc::clone(bound)),
-            None => self.saves.get().map(|saves| Arc::new(saves.bound_whole())),
-        }
+        Some(match self.filled.get()? {
+            Filled::Bound(bound) => Arc::clone(bound),
+            Filled::Saves(saves) => saves.bound(page.0),
+        })
     }
 
     /// Whether a page streams: it comes back filled, and no watermark keeps it out.
     #[must_use]
     pub fn streams(&self, page: u32) -> bool {
-        self.bound.get().is_some() || self.saves.get().is_some_and(|saves| saves.has(page))
+        match self.filled.get() {
+            None => false,
+            Some(Filled::Bound(_)) => true,
+            Some(Filled::Saves(saves)) => saves.has(page),
+        }
     }
 
     /// Whether all of some pages are mapped, or come back filled.
     #[must_use]
     pub fn comes_filled(&self, pages: &Range<u32>) -> bool {
         let is_mapped = |page: u32| self.table.word(PageIndex(page)).state.is_mapped();
-        self.bound.get().is_some()
-            || pages.clone().all(|page| self.streams(page) || is_mapped(page))
+        self.bound().is_some() || pages.clone().all(|page| self.streams(page) || is_mapped(page))
     }
 
     /// Whether the bytes of some pages come from elsewhere than the program.
     #[inline]
     #[must_use]
     pub fn has_filled(&self) -> bool {
-        self.bound.get().is_some() || self.saves.get().is_some_and(Saves::is_any)
+        match self.filled.get() {
+            None => false,
+            Some(Filled::Bound(_)) => true,
+            Some(Filled::Saves(saves)) => saves.is_any(),
+        }
     }
 
     #[cold]

@@ -1,14 +1,17 @@
 //! Bytes that a program wrote and saved: they come back by themselves, what lies beside them in a
 //! page is told to be lost, and memory is counted, given back, and never written in a race.
 
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use tempfile::TempDir;
-use vbar::driver::Driver;
+use vbar::driver::sim::Verb;
+use vbar::driver::{CaptureMode, Driver, DriverCode};
 use vbar::options::{Eviction, RuntimeOptions};
 use vbar::units::Stream;
 use vbar::{ErrorCode, Fault, Reason, Vbar};
 
+use crate::forked::in_child;
 use crate::world::{P, World, budget_options, options, pattern_bytes, pattern_sum};
 
 const STRICT_DEVICE: &str = "capacity=64M,granularity=64K,checked=1";
@@ -191,9 +194,14 @@ fn what_cannot_be_saved_is_refused() {
     invalid(vbar.save(0..P, world.stream), "not pinned");
     let Fault::Resident(guard) = vbar.fault(0..P, world.stream).unwrap() else { panic!() };
     invalid(vbar.save(0..P - 1, world.stream), "not prepared");
+    // What cannot be tried takes nothing away.
     invalid(vbar.save(0..P, Stream::NONE), "no stream");
-    // It is not prepared any more.
-    invalid(vbar.save(0..P, world.stream), "not prepared");
+    world.sim.begin_capture(world.stream, CaptureMode::Relaxed).unwrap();
+    let captured = vbar.save(0..P, world.stream).unwrap_err();
+    assert_eq!(captured.code(), ErrorCode::Unsupported, "{captured}");
+    drop(world.sim.end_capture(world.stream).unwrap());
+    vbar.save(0..P, world.stream).unwrap();
+    vbar.drop_save(0..P).unwrap();
     write_and_save(&world, &vbar, 0..P, 1);
     invalid(vbar.save(0..P, world.stream), "not prepared");
     drop(guard);
@@ -285,6 +293,72 @@ fn while_the_system_is_short_of_memory_what_is_saved_is_to_go() {
     let told = world.runtime.statistics().locked;
     assert_eq!((told.saved_bytes, told.excess_bytes), (0, 0));
     world.check();
+    drop(vbar);
+    world.check_shut();
+}
+
+#[test]
+fn room_goes_with_its_vbar_whoever_still_has_a_handle() {
+    let world = World::with(STRICT_DEVICE, budget_options(3));
+    let vbar = world.vbar(6);
+    vbar.prepare_save(0..P).unwrap();
+    vbar.prepare_save(P..2 * P).unwrap();
+    assert!(world.runtime.statistics().locked.saved_bytes > 0);
+    vbar.close();
+    assert_eq!(vbar.prepare_save(2 * P..3 * P).unwrap_err().code(), ErrorCode::Closed);
+    world.runtime.trim_host(0).unwrap();
+    assert_eq!(world.runtime.statistics().locked.saved_bytes, 0);
+    vbar.drop_save(0..P).unwrap();
+    drop(vbar);
+    world.check_shut();
+}
+
+#[test]
+fn what_was_dropped_goes_although_waiting_for_it_fails() {
+    let verbs = [Verb::CtxSetCurrent, Verb::ThreadExchangeStreamCaptureMode];
+    for (verb, code) in verbs.into_iter().zip([DriverCode::INVALID_VALUE, DriverCode::NOT_READY]) {
+        let world = World::with(STRICT_DEVICE, budget_options(2));
+        let vbar = world.vbar(2);
+        write_and_save(&world, &vbar, 0..P, 1);
+        if verb == Verb::CtxSetCurrent {
+            world.sim.ctx_set_current(None).unwrap();
+        }
+        world.sim.fail_always(verb, code);
+        vbar.drop_save(0..P).unwrap_err();
+        world.sim.heal();
+        let context = world.runtime.device().context;
+        world.sim.ctx_set_current(Some(context)).unwrap();
+        world.sim.stream_synchronize(world.stream).unwrap();
+        vbar.drop_save(0..P).unwrap();
+        world.runtime.trim_host(0).unwrap();
+        assert_eq!(world.runtime.statistics().locked.saved_bytes, 0, "{verb:?}");
+        drop(vbar);
+        world.check_shut();
+    }
+}
+
+#[test]
+fn a_forked_child_waits_for_no_lock_of_its_parents() {
+    let world = World::with(STRICT_DEVICE, budget_options(2));
+    let vbar = world.vbar(64);
+    vbar.prepare_save(0..P).unwrap();
+    let stop = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            while !stop.load(Ordering::Relaxed) {
+                for page in 1..64 {
+                    vbar.prepare_save(page * P..(page + 1) * P).unwrap();
+                }
+                for page in 1..64 {
+                    vbar.drop_save(page * P..(page + 1) * P).unwrap();
+                }
+            }
+        });
+        let told = || vbar.drop_save(0..P).is_err_and(|it| it.code() == ErrorCode::ProcessEnding);
+        let good = (0..40).all(|_| in_child(told));
+        stop.store(true, Ordering::Relaxed);
+        assert!(good, "the child hung, or was not told");
+    });
     drop(vbar);
     world.check_shut();
 }

@@ -201,6 +201,11 @@ impl World {
                 self.fault_many(device, (count, picks), stream, then);
             }
             _ if self.bars.is_empty() => self.open_bar(0, 3, 0),
+            Operation::PrepareSave { bar, piece, how } => self.prepare_save(bar, piece, how),
+            Operation::Save { bar, piece, stream, pins, then } => {
+                self.save((bar, piece), stream, (pins, then));
+            }
+            Operation::DropSave { bar, piece } => self.drop_save(bar, piece),
             Operation::Fault { bar, piece, stream, commits, pins, then } => {
                 self.fault(operation, (bar, piece), stream, (commits, pins, then));
             }
@@ -294,6 +299,8 @@ impl World {
         }
         match self.devices[device].runtime.retire_stream(stream) {
             Ok(()) => {
+                self.devices[device].has_retired = true;
+                self.forget_writer(device, stream);
                 let made = self.own(device, |sim| {
                     sim.stream_destroy(stream)?;
                     sim.stream_create()

@@ -11,6 +11,7 @@ use vbar::{Allocation, AllocationFault, ErrorCode, Fault, Guard, Vbar};
 
 use crate::act::pattern_sum;
 use crate::operations::Operation;
+use crate::saves::Saved;
 use crate::world::{Bar, P, Piece, Pinned, World};
 
 /// Most bare VBARs at a time.
@@ -40,7 +41,9 @@ impl World {
                 Ok(allocation) => {
                     let allocation = Arc::new(allocation);
                     assert_eq!(allocation.address().0 % 512, 0);
-                    pieces.push(Piece { allocation, committed: None, filling: false });
+                    let (committed, saved, written) = (None, Saved::No, None);
+                    let (filling, saving) = (false, false);
+                    pieces.push(Piece { allocation, committed, filling, saved, saving, written });
                 }
                 Err(error) => {
                     let is_full = error.code() == ErrorCode::NoAddresses;
@@ -64,6 +67,8 @@ impl World {
             assert!(expected.contains(&code), "{code:?}");
             let code = bar.vbar.fault(0..P, Stream::NONE).map(drop).unwrap_err().code();
             assert!(expected.contains(&code), "{code:?}");
+            let code = bar.vbar.prepare_save(0..P).unwrap_err().code();
+            assert!(expected.contains(&code), "{code:?}");
         }
     }
 
@@ -80,7 +85,10 @@ impl World {
         pieces[which].committed = None;
     }
 
-    fn piece(&mut self, (device, number, which): (usize, u32, usize)) -> Option<&mut Piece> {
+    pub(crate) fn piece(
+        &mut self,
+        (device, number, which): (usize, u32, usize),
+    ) -> Option<&mut Piece> {
         let mut bars = self.bars.iter_mut();
         let bar = bars.find(|bar| bar.device == device && bar.vbar.number() == number)?;
         Some(&mut bar.pieces[which])
@@ -107,6 +115,12 @@ impl World {
         let at = bar as usize % self.bars.len();
         let (device, vbar) = (self.bars[at].device, self.bars[at].vbar.clone());
         let which = piece as usize % self.bars[at].pieces.len();
+        if let Saved::Bytes(_) = self.bars[at].pieces[which].saved {
+            return self.fault_saved(operation, (bar, piece), stream, (pins, then));
+        }
+        if self.bars[at].pieces[which].saving {
+            return;
+        }
         let key = (device, vbar.number(), which);
         let stream = self.stream(device, stream);
         let piece = &self.bars[at].pieces[which];
@@ -131,6 +145,7 @@ impl World {
                 assert!(valid && !filling, "resident, and the bytes are not there");
                 let (seed, generations) = committed.expect("it is valid");
                 assert_eq!(guard.signature(), generations);
+                self.come_behind_writer(key, stream);
                 let place = (guard.address(), guard.bytes());
                 let sum = pattern_sum(place.1, seed);
                 self.verify(device, place, sum, stream);
@@ -138,6 +153,7 @@ impl World {
             }
             Ok(AllocationFault::Refill(fill)) => {
                 assert!(!valid && !filling, "written again, and the bytes are there");
+                self.come_behind_writer(key, stream);
                 self.refill(key, &allocation, fill, stream, (commits, pins, then));
             }
             Ok(AllocationFault::Offloaded(refusal)) => {
@@ -226,7 +242,7 @@ impl World {
     }
 
     /// Notes pins that are held now.
-    fn note_pins(
+    pub(crate) fn note_pins(
         &mut self,
         device: usize,
         vbar: &Vbar,
@@ -299,7 +315,7 @@ impl World {
         }
     }
 
-    fn pin_of(&self, id: u64) -> &Pinned {
+    pub(crate) fn pin_of(&self, id: u64) -> &Pinned {
         self.pinned.iter().find(|pin| pin.id == id).expect("it was noted just now")
     }
 

@@ -25,6 +25,7 @@ impl World {
             if !self.is_dead(device) {
                 self.check_memory(device, &now);
                 self.check_blocks(device);
+                self.check_saves(device, now.locked.saved_bytes);
             }
             self.check_growth(device, &now);
             self.devices[device].before = Some(now);
@@ -249,6 +250,7 @@ impl World {
                 self.devices[pinned.device].runtime.unpin(token, pinned.stream),
             );
         }
+        self.look_at_saved();
         (0..count).for_each(|device| self.look_at_words(device));
         self.bars.clear();
         self.models = [None, None];
@@ -290,6 +292,11 @@ impl World {
         }
         if lost == 0 {
             assert_eq!((numbers.closing_bars, numbers.lingering_mappings), (0, 0));
+        }
+        self.accept_any(device, runtime.trim_host(0));
+        if lost == 0 {
+            let saved = runtime.statistics().locked.saved_bytes;
+            assert_eq!(saved, 0, "memory for saves is left, and no VBAR is");
         }
         self.totals.set_aside += u64::from(lost > 0);
     }

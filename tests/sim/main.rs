@@ -16,6 +16,7 @@ mod checks;
 mod lines;
 mod model_file;
 mod operations;
+mod saves;
 mod shrink;
 mod sweep;
 mod torch;

@@ -17,6 +17,11 @@ lines! {
         Fault "fault" { bar, piece, stream, commits, pins, then },
         FaultMany "fault_many" { device, count, picks, stream, then },
         Unpin "unpin" { pin, gone },
+        /// Room for the bytes of an allocation; `how` says which wrong thing is asked for instead.
+        PrepareSave "prepare_save" { bar, piece, how },
+        /// An allocation is written, and saved when `then` more steps have happened.
+        Save "save" { bar, piece, stream, pins, then },
+        DropSave "drop_save" { bar, piece },
         FreeMemory "free_memory" { bar, pages },
         FreeDevice "free_device" { device, pages },
         Trim "trim" { device, pages },
@@ -69,7 +74,7 @@ pub(crate) const CODES: [DriverCode; 3] =
 pub(crate) const STICKY: DriverCode = DriverCode::ILLEGAL_ADDRESS;
 
 /// Verbs that steps call most: half of the failures are theirs.
-const BUSY: [Verb; 16] = [
+const BUSY: [Verb; 18] = [
     Verb::MemCreate,
     Verb::MemCreateHost,
     Verb::MemMap,
@@ -77,6 +82,8 @@ const BUSY: [Verb; 16] = [
     Verb::MemUnmap,
     Verb::MemRelease,
     Verb::MemcpyHtodAsync,
+    Verb::MemcpyDtohAsync,
+    Verb::MemHostRegister,
     Verb::MemHostAlloc,
     Verb::MemGetInfo,
     Verb::EventCreate,
@@ -118,6 +125,7 @@ pub(crate) struct Mix {
     pub(crate) devices: u64,
     pub(crate) models: u64,
     pub(crate) torch: u64,
+    pub(crate) saves: u64,
     /// Verbs that give back may fail.
     pub(crate) may_lose: bool,
     /// The device may be lost.
@@ -127,7 +135,7 @@ pub(crate) struct Mix {
 impl Mix {
     /// A step.
     pub(crate) fn draw(self, random: &mut Random) -> Operation {
-        let weights = [36, 8, 8 * self.models.min(2), 12 * self.torch, 7];
+        let weights = [36, 8, 8 * self.models.min(2), 12 * self.torch, 7, 10 * self.saves];
         let mut at = random.below(weights.iter().sum());
         let group = weights.iter().position(|weight| {
             let found = at < *weight;
@@ -139,6 +147,7 @@ impl Mix {
             Some(1) => self.draw_device(random),
             Some(2) => self.draw_model(random),
             Some(3) => self.draw_torch(random),
+            Some(5) => Self::draw_save(random),
             _ => self.draw_failure(random),
         }
     }
@@ -177,6 +186,21 @@ impl Mix {
             },
             34 => Operation::Invalidate { bar, piece: random.any() },
             _ => Operation::Thread { number: random.below(4) },
+        }
+    }
+
+    fn draw_save(random: &mut Random) -> Operation {
+        let (bar, piece) = (random.any(), random.any());
+        match random.below(16) {
+            0 | 1 => Operation::PrepareSave { bar, piece, how: random.one_in(2) * random.below(5) },
+            2..13 => Operation::Save {
+                bar,
+                piece,
+                stream: random.any(),
+                pins: random.one_in(6),
+                then: random.one_in(4) * random.below(4),
+            },
+            _ => Operation::DropSave { bar, piece },
         }
     }
 

@@ -17,6 +17,8 @@ pub(crate) struct Totals {
     pub(crate) bytes_verified: u64,
     pub(crate) refusals: BTreeMap<&'static str, u64>,
     pub(crate) losses: u64,
+    /// Ranges that were saved.
+    pub(crate) saves: u64,
     pub(crate) set_aside: u64,
     pub(crate) violations: u64,
 }
@@ -50,6 +52,7 @@ impl Totals {
         self.file_faults += other.file_faults;
         self.bytes_verified += other.bytes_verified;
         self.losses += other.losses;
+        self.saves += other.saves;
         self.set_aside += other.set_aside;
         self.violations += other.violations;
     }
@@ -62,12 +65,13 @@ impl fmt::Display for Totals {
         writeln!(
             f,
             "simulated: {} seeds, {operations} operations, {failures} driver failures, {} file \
-             faults, {} devices lost, {} bytes verified, {} worlds with something set aside, \
-             {} violations",
+             faults, {} devices lost, {} bytes verified, {} ranges saved, {} worlds with something \
+             set aside, {} violations",
             self.seeds,
             self.file_faults,
             self.losses,
             self.bytes_verified,
+            self.saves,
             self.set_aside,
             self.violations
         )?;

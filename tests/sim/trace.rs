@@ -37,6 +37,7 @@ impl Trace {
         let devices = 1 + u64::from(seed % 5 == 2);
         let models = [0, 1, 0, 2][(seed / 2 % 4) as usize];
         let torch = u64::from(seed % 3 == 1);
+        let saves = u64::from(seed % 8 < 3);
         let config = Config::World {
             schedule: seed,
             devices,
@@ -52,14 +53,14 @@ impl Trace {
             engine: random.below(2),
             mappings: u64::from(random.below(8) == 0) * (24 + random.below(24)),
             jitter: u64::from(random.below(8) == 0),
-            allowance: u64::from(random.below(4) == 0) * random.below(24),
+            allowance: u64::from(random.below(4) == 0) * (random.below(24) + 1024 * saves),
             slots: random.below(4),
             prefer: random.below(3),
             scrub: u64::from(seed % 6 == 4),
         };
         let may_lose = seed % 5 == 4;
         let may_die = seed % 11 == 7;
-        let mix = Mix { devices, models, torch, may_lose, may_die };
+        let mix = Mix { devices, models, torch, saves, may_lose, may_die };
         let mut operations = Vec::new();
         for device in 0..devices {
             for _ in 0..random.below(3) + 1 {

@@ -19,6 +19,7 @@ use vbar::units::{Context, DeviceAddress, DeviceOrdinal, Generation, PageIndex, 
 use vbar::{Allocation, Error, ErrorCode, Runtime, RuntimeOptions, Vbar};
 
 use crate::model_file::Model;
+use crate::saves::Saved;
 use crate::totals::Totals;
 use crate::trace::{Config, Trace};
 
@@ -38,6 +39,12 @@ pub(crate) struct Piece {
     pub(crate) committed: Option<(u64, Vec<Generation>)>,
     /// A step that has not ended fills it.
     pub(crate) filling: bool,
+    pub(crate) saved: Saved,
+    /// A step that has not ended writes and saves it.
+    pub(crate) saving: bool,
+    /// The stream that wrote what was saved last, and the generations that the pages had: of
+    /// those, whoever uses the bytes elsewhere comes behind it by his own doing.
+    pub(crate) written: Option<(Stream, Vec<Generation>)>,
 }
 
 /// A bare VBAR.
@@ -101,6 +108,8 @@ pub(crate) struct Dev {
     /// Frames of the other process.
     pub(crate) others: Vec<FrameHandle>,
     pub(crate) before: Option<Statistics>,
+    /// A stream was given up that may have work still.
+    pub(crate) has_retired: bool,
 }
 
 pub(crate) struct World {
@@ -352,6 +361,7 @@ impl Dev {
             allocator: None,
             others: Vec::new(),
             before: None,
+            has_retired: false,
         }
     }
 }

@@ -3,7 +3,7 @@
 //! Owns the course of a run: set up, let the threads work, stop them now and then to look at the
 //! invariants, heal the driver, and see that nothing is left at the end. What the threads do is in
 //! `worker`, `uses`,
-//! `ahead` and `settings`; what must be true in `world`, `checks` and `invariants`.
+//! `ahead`, `saves` and `settings`; what must be true in `world`, `checks` and `invariants`.
 
 mod ahead;
 mod checks;
@@ -11,6 +11,7 @@ mod choice;
 mod invariants;
 mod journal;
 mod report;
+mod saves;
 mod settings;
 mod uses;
 mod worker;

@@ -109,7 +109,8 @@ impl Pager {
                 let error = self.device.note(error);
                 log::error!("addresses of VBAR {id} are lost: {error}");
             }
-            if let (Some(filler), Some(bound)) = (self.made_filler(), bar.wholly_filled_by()) {
+            let bound = bar.end_filling();
+            if let Some(filler) = self.made_filler() {
                 filler.retire(bar.id, &bound);
             }
             // Only now: whoever waits for the VBAR to be gone finds its addresses free.

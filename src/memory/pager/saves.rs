@@ -12,6 +12,7 @@ use super::Pager;
 use crate::error::{Error, ErrorCode, Result};
 use crate::memory::saves::Held;
 use crate::memory::vbar::Bar;
+use crate::process;
 use crate::units::Stream;
 
 impl Pager {
@@ -39,7 +40,8 @@ impl Pager {
         }
         let _scope = self.device.enter()?;
         let room = self.filler()?.room_to_save(bytes.end - bytes.start)?;
-        saves.prepare(bytes, room)
+        // Another thread's is as good.
+        saves.prepare(bytes, room).map(drop)
     }
 
     /// Saves a range that was prepared, as it is behind what was enqueued on `stream`: from now on
@@ -48,7 +50,7 @@ impl Pager {
     /// # Errors
     /// `InvalidArgument` where it is not pinned, was not prepared or is saved already, and for no
     /// stream; `Unsupported` for one that is being captured; `Closed`, `DeviceLost`,
-    /// `ProcessEnding`, and what the driver says. After a copy was tried it is prepared no more.
+    /// `ProcessEnding`, and what the driver says. Where the copy failed it is prepared no more.
     pub fn save(&self, bar: &Arc<Bar>, bytes: Range<u64>, stream: Stream) -> Result<()> {
         let saved = self.save_range(bar, &bytes, stream);
         saved.map_err(|error| self.told_of(error, "saving", bar, &bytes))
@@ -66,15 +68,16 @@ impl Pager {
         if !pages.all(|(_, page)| page.word().state.is_mapped() && page.word().pins > 0) {
             return Err(Error::new(ErrorCode::InvalidArgument, "it is not pinned"));
         }
-        let room = saves.start(bytes)?;
+        let on = filler.on_stream(stream)?;
+        let (begun, room) = saves.start(bytes)?;
         let source = bar.space.base.offset(bytes.start);
-        match filler.save(bar.id, room, source, stream) {
-            Ok(memory) => match saves.finish(bytes, memory) {
+        match filler.save(bar.id, room, source, on) {
+            Ok(memory) => match saves.finish(bytes, begun, memory) {
                 None => Ok(()),
-                Some(memory) => filler.drop_saved(bar.id, memory),
+                Some(memory) => filler.wait_for_saved(&filler.drop_saved(bar.id, memory)),
             },
             Err(error) => {
-                saves.remove(bytes);
+                saves.give_up(bytes, begun);
                 Err(error)
             }
         }
@@ -88,14 +91,23 @@ impl Pager {
     /// Those of waiting, `DeviceLost`, `ProcessEnding`, and what the driver says; it is forgotten
     /// all the same.
     pub fn drop_saved(&self, bar: &Arc<Bar>, bytes: Range<u64>) -> Result<()> {
+        // Locks that other threads held at a fork are locked for ever in the child.
+        if process::ending() {
+            return self.device.check();
+        }
         let Some(held) = bar.saves().and_then(|saves| saves.remove(&bytes)) else { return Ok(()) };
-        let dropped = self.device.check().and_then(|()| match held {
-            Held::Room(_) | Held::Saving => Ok(()),
-            Held::Bytes(memory) => {
-                let _scope = self.device.enter()?;
-                self.filler()?.drop_saved(bar.id, memory)
-            }
-        });
+        let wait = |memory| {
+            // Before anything that may fail: nobody else would take leave of it.
+            let filler = self.made_filler();
+            let copies = filler.as_ref().map(|filler| filler.drop_saved(bar.id, memory));
+            self.device.check()?;
+            let _scope = self.device.enter()?;
+            filler.zip(copies).map_or(Ok(()), |(filler, copies)| filler.wait_for_saved(&copies))
+        };
+        let dropped = match held {
+            Held::Room(_) | Held::Saving(_) => self.device.check(),
+            Held::Bytes(memory) => wait(memory),
+        };
         dropped.map_err(|error| self.told_of(error, "forgetting what was saved of", bar, &bytes))
     }
 

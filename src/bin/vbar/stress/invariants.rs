@@ -196,8 +196,8 @@ fn unpinned(journal: &Journal, bare: &[Arc<Bare>], bound: &Bound) -> Result<()> 
 fn close_bars(journal: &Journal, bare: Vec<Arc<Bare>>, bound: Arc<Bound>) -> Result<()> {
     for bare in bare {
         match Arc::try_unwrap(bare) {
-            Ok(Bare { vbar, pieces, .. }) => {
-                drop(pieces);
+            Ok(Bare { vbar, pieces, kept, .. }) => {
+                drop((pieces, kept));
                 vbar.destroy_wait()?;
             }
             Err(_) => journal.violation("a thread still has a VBAR".to_owned()),

@@ -73,8 +73,9 @@ impl<'w> Worker<'w> {
         Ok(Self { world, number, choice, checks, next_tensor, streams, held })
     }
 
-    const OPERATIONS: [Operation<'w>; 25] = [
-        (340, "allocation", Self::use_piece),
+    const OPERATIONS: [Operation<'w>; 26] = [
+        (290, "allocation", Self::use_piece),
+        (340, "saved range", Self::use_saved),
         (500, "tensor", Self::use_tensor),
         (560, "tensors in order", Self::use_in_order),
         (566, "wish", Self::wish),

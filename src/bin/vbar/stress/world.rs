@@ -17,6 +17,7 @@ use vbar::{Allocation, Error, ModelBar, Result, Runtime, Vbar};
 
 use super::choice::Choice;
 use super::journal::Journal;
+use super::saves::Saved;
 
 /// Bare VBARs at a time.
 pub(super) const BARE_COUNT: usize = 3;
@@ -48,6 +49,8 @@ pub(super) struct World {
 pub(super) struct Bare {
     pub(super) vbar: Vbar,
     pub(super) pieces: Vec<Piece>,
+    /// Those that are written and saved, by whoever holds the lock.
+    pub(super) kept: Vec<(Allocation, Mutex<Option<Saved>>)>,
     pub(super) usage: Usage,
 }
 
@@ -166,18 +169,21 @@ impl Bare {
     fn new(runtime: &Runtime, choice: &mut Choice) -> Result<Self> {
         let page = runtime.page_size().bytes();
         let vbar = runtime.create_bar(BARE_PAGES * page)?;
-        let mut pieces = Vec::with_capacity(PIECES);
+        let (mut pieces, mut kept) = (Vec::with_capacity(PIECES), Vec::new());
         for _ in 0..PIECES {
             let largest = if choice.one_in(4) { 3 * page } else { page / 2 };
             let bytes = 1 + choice.below(largest);
             match vbar.allocate(bytes) {
+                Ok(allocation) if !pieces.is_empty() && choice.one_in(4) => {
+                    kept.push((allocation, Mutex::default()));
+                }
                 Ok(allocation) => pieces.push(Piece::new(allocation)),
                 // The VBAR is full.
                 Err(_) if !pieces.is_empty() => break,
                 Err(error) => return Err(error),
             }
         }
-        Ok(Self { vbar, pieces, usage: Usage::default() })
+        Ok(Self { vbar, pieces, kept, usage: Usage::default() })
     }
 }
 
