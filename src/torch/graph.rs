@@ -304,6 +304,16 @@ impl Graph {
         self.free[kind].insert(piece);
     }
 
+    fn yields(&self, which: Yields) -> bool {
+        let is_closed = self.session.is_none();
+        match which {
+            _ if self.is_captured => false,
+            Yields::Idle(now) => is_closed && now.saturating_sub(self.idle_since) >= IDLE_MIN,
+            Yields::Closed => is_closed,
+            Yields::All => true,
+        }
+    }
+
     /// Takes the regions out that nothing is in, with what is free of them.
     fn take_unused(&mut self) -> Vec<Piece> {
         let mut unused = Vec::new();
@@ -431,15 +441,7 @@ impl Core {
     pub(super) fn yield_graphs(&mut self, which: Yields) {
         for at in 0..self.graphs.len() as u32 {
             let Some(graph) = self.graphs[at as usize].as_mut() else { continue };
-            let goes = match which {
-                _ if graph.is_captured => false,
-                Yields::Idle(now) => {
-                    graph.session.is_none() && now.saturating_sub(graph.idle_since) >= IDLE_MIN
-                }
-                Yields::Closed => graph.session.is_none(),
-                Yields::All => true,
-            };
-            if !goes || graph.regions.is_empty() {
+            if !graph.yields(which) || graph.regions.is_empty() {
                 continue;
             }
             let unused = graph.take_unused();
@@ -488,5 +490,53 @@ impl Core {
         (waiting.in_hand, waiting.tickets) = (false, vec![after]);
         waiting.own = self.heap(heap).ticket(mark);
         self.pending.insert(start, waiting);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn weights_get_the_memory_of_graphs_that_have_been_idle() {
+        let mut graph = Graph::new(1, 0, 512);
+        let (ended, soon) = (Duration::from_secs(7), IDLE_MIN / 2);
+        graph.session = Some(Arc::new(()));
+        graph.enter(1);
+        let late = Yields::Idle(ended + IDLE_MIN * 9);
+        assert!(!graph.yields(late) && !graph.yields(Yields::Closed) && graph.yields(Yields::All));
+        graph.leave();
+        graph.close(ended);
+        assert!(graph.yields(Yields::Closed) && !graph.yields(Yields::Idle(ended + soon)));
+        assert!(graph.yields(Yields::Idle(ended + IDLE_MIN)));
+        graph.note_capture();
+        assert!(![late, Yields::Closed, Yields::All].map(|it| graph.yields(it)).contains(&true));
+    }
+
+    /// Nothing is known of a pass once too much was done: it is ordinary until the next one.
+    #[test]
+    fn a_pass_that_never_repeats_itself_is_forgotten() {
+        let mut graph = Graph::new(1, 0, 512);
+        graph.session = Some(Arc::new(()));
+        graph.enter(1);
+        graph.enter(2);
+        graph.free[1].insert(Piece { start: 0, bytes: 1 << 40, mark: 0 });
+        let mut size = 1024;
+        while graph.serves() {
+            assert!(graph.next(2).is_some() && graph.serves());
+            size += 512;
+            if let Some(start) = graph.place(size) {
+                graph.give(Piece { start, bytes: size, mark: 0 });
+            }
+            assert!(size < 1 << 30, "all of it is kept");
+        }
+        assert_eq!(graph.next(2), Some(Pass::Broken));
+        // A scope that is within is known again; what is around it, from its next pass on.
+        assert!(graph.serves());
+        assert_eq!(graph.place(1024), Some(0));
+        assert_eq!(graph.leave(), Some(Pass::Whole));
+        assert_eq!(graph.leave(), Some(Pass::Broken));
+        graph.close(Duration::ZERO);
+        assert!(graph.serves());
     }
 }

@@ -13,11 +13,11 @@
 use std::cell::RefCell;
 use std::sync::{Arc, Weak};
 
+use super::Allocator;
 use super::extents::Piece;
 use super::graph::{Graph, Pass, Yields};
 use super::heap::{Core, ORDINARY, Sort};
 use super::statistics::GraphStatistics;
-use super::Allocator;
 use crate::driver::CaptureState;
 use crate::error::{Error, ErrorCode, Result};
 use crate::process;
