@@ -863,6 +863,48 @@ typedef uint32_t VbarTorchBlockState;
 #endif // __cplusplus
 
 /*
+ What a program does with a memory graph.
+ */
+enum VbarTorchGraphStep
+#if defined(__cplusplus) || __STDC_VERSION__ >= 202311L
+  : uint32_t
+#endif // defined(__cplusplus) || __STDC_VERSION__ >= 202311L
+ {
+  /*
+   Begins a scope within those that are open: with the first one the calling thread's requests
+   for the graph's stream become the graph's.
+   */
+  VBAR_TORCH_GRAPH_STEP_ENTER = 1,
+  /*
+   Ends the innermost scope.
+   */
+  VBAR_TORCH_GRAPH_STEP_LEAVE = 2,
+  /*
+   Ends a pass of the innermost scope and begins another in its place.
+   */
+  VBAR_TORCH_GRAPH_STEP_NEXT = 3,
+  /*
+   Requests are ordinary, until as many `VBAR_TORCH_GRAPH_STEP_RESUME`.
+   */
+  VBAR_TORCH_GRAPH_STEP_PAUSE = 4,
+  /*
+   Ends a pause.
+   */
+  VBAR_TORCH_GRAPH_STEP_RESUME = 5,
+  /*
+   Ends all scopes, from any thread. What lives stays.
+   */
+  VBAR_TORCH_GRAPH_STEP_ABORT = 6,
+};
+#ifndef __cplusplus
+#if __STDC_VERSION__ >= 202311L
+typedef enum VbarTorchGraphStep VbarTorchGraphStep;
+#else
+typedef uint32_t VbarTorchGraphStep;
+#endif // __STDC_VERSION__ >= 202311L
+#endif // __cplusplus
+
+/*
  How a request that cannot be served is told to PyTorch.
  */
 enum VbarTorchRaise
@@ -1902,6 +1944,42 @@ typedef struct VbarTorchBlock {
   uint32_t reserved;
 } VbarTorchBlock;
 
+/*
+ A memory graph. 0 is none; ids are never used again.
+ */
+typedef struct VbarTorchGraph {
+  /*
+   The id.
+   */
+  uint64_t id;
+} VbarTorchGraph;
+
+/*
+ What a memory graph has.
+ */
+typedef struct VbarTorchGraphStatistics {
+  /*
+   `sizeof(VbarTorchGraphStatistics)`, set by the caller.
+   */
+  size_t size;
+  /*
+   Bytes of its live blocks, rounded up as they are.
+   */
+  uint64_t used_bytes;
+  /*
+   The most that this was.
+   */
+  uint64_t peak_used_bytes;
+  /*
+   Bytes of its pages: their addresses and their frames come and go together.
+   */
+  uint64_t pool_bytes;
+  /*
+   Live blocks whose scope has ended.
+   */
+  uint64_t rogue_count;
+} VbarTorchGraphStatistics;
+
 #ifdef __cplusplus
 extern "C" {
 #endif // __cplusplus
@@ -2730,6 +2808,54 @@ VbarStatus vbar_torch_record_start(int32_t ordinal, const char *path);
  `event_count` is NULL or can be written to.
  */
 VbarStatus vbar_torch_record_stop(int32_t ordinal, uint64_t *event_count);
+
+/*
+ Makes a memory graph, for work on a stream of a device, opening the device as an allocation
+ would. A pass of a scope that asks for what an earlier one of its name did gets the same
+ addresses: nothing is mapped, and no driver is called. Statuses: those of `vbar_device_open`;
+ `INVALID_ARGUMENT` also for no stream, `UNSUPPORTED` also on a device without virtual memory
+ management. Thread-safe.
+ `graph` is NULL or can be written to.
+ */
+VbarStatus vbar_torch_graph_create(int32_t ordinal,
+                                   VbarStream stream,
+                                   struct VbarTorchGraph *graph);
+
+/*
+ Does a step with a graph, a `VbarTorchGraphStep`. `name` is that of the scope which begins, and
+ tells which earlier passes it is compared with; other steps do not look at it. `broken` is NULL,
+ or gets 1 where a pass ended that was not as an earlier one, else 0: the next one that goes the
+ same way is not broken. Statuses: the common ones; `INVALID_ARGUMENT` also where no scope of the
+ graph is open on the calling thread (all but `ENTER` and `ABORT`), for `ENTER` while scopes of
+ another graph are open on the thread or the graph's on another thread, and for `RESUME` where
+ nothing is paused. Nothing has changed then. Thread-safe.
+ `broken` is NULL or can be written to.
+ */
+VbarStatus vbar_torch_graph_step(struct VbarTorchGraph graph,
+                                 uint32_t step,
+                                 uint64_t name,
+                                 uint32_t *broken);
+
+/*
+ Gives a graph another stream: what it does there comes after all that the old one was given by
+ now. Statuses: the common ones, the driver's, `CLOSED`; `INVALID_ARGUMENT` also for no stream,
+ while scopes of the graph are open on another thread, and while either stream is being captured.
+ The graph has its old stream then. Thread-safe.
+ */
+VbarStatus vbar_torch_graph_use_stream(struct VbarTorchGraph graph, VbarStream stream);
+
+/*
+ Tells what a graph has. Statuses: the common ones. Thread-safe.
+ `statistics` is NULL or points to as many bytes as its size field says.
+ */
+VbarStatus vbar_torch_graph_statistics(struct VbarTorchGraph graph,
+                                       struct VbarTorchGraphStatistics *statistics);
+
+/*
+ Destroys a graph. Its scopes end, what lives stays as if it had been asked for without, and what
+ it has free is anybody's after the work that used it. Statuses: the common ones. Thread-safe.
+ */
+VbarStatus vbar_torch_graph_destroy(struct VbarTorchGraph graph);
 
 #ifdef __cplusplus
 }  // extern "C"

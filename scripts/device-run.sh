@@ -136,6 +136,7 @@ torch() {
     step 560 python3 -u tests/python/test_torch_stream_gpu.py
     step 300 python3 -u tests/python/test_torch_memory_gpu.py
     step 300 python3 -u tests/python/test_comfy_gpu.py
+    step 100 python3 -u tests/python/test_comfy_graph_gpu.py
     step 200 python3 -u benches/torch_replay.py --tight benches/torch_traces/traces/*.gz
 }
 

@@ -80,6 +80,7 @@ const UNSAFE: &[&str] = &[
     "src/ffi/token.rs",
     "src/ffi/torch.rs",
     "src/ffi/torch/callable.rs",
+    "src/ffi/torch/graph.rs",
     "src/ffi/torch/numbers.rs",
     "src/ffi/torch/record.rs",
     "src/ffi/torch/throw.rs",

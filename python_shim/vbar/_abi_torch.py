@@ -17,6 +17,13 @@ BLOCK_ALLOCATED = 1
 BLOCK_AWAITING_FREE = 2
 BLOCK_FREE = 3
 
+GRAPH_STEP_ENTER = 1
+GRAPH_STEP_LEAVE = 2
+GRAPH_STEP_NEXT = 3
+GRAPH_STEP_PAUSE = 4
+GRAPH_STEP_RESUME = 5
+GRAPH_STEP_ABORT = 6
+
 
 class TorchPool(ctypes.Structure):
     _fields_ = [
@@ -94,6 +101,22 @@ class TorchBlock(ctypes.Structure):
     ]
 
 
+class TorchGraph(ctypes.Structure):
+    _fields_ = [
+        ("id", c_uint64),
+    ]
+
+
+class TorchGraphStatistics(ctypes.Structure):
+    _fields_ = [
+        ("size", c_size_t),
+        ("used_bytes", c_uint64),
+        ("peak_used_bytes", c_uint64),
+        ("pool_bytes", c_uint64),
+        ("rogue_count", c_uint64),
+    ]
+
+
 #: What PyTorch calls, by its addresses: the names of the setters of its allocator and of the
 #: functions that they are given.
 HOOKS: dict[str, str] = {
@@ -140,6 +163,11 @@ FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     ),
     "vbar_torch_record_start": (Status, [c_int32, c_char_p]),
     "vbar_torch_record_stop": (Status, [c_int32, POINTER(c_uint64)]),
+    "vbar_torch_graph_create": (Status, [c_int32, Stream, POINTER(TorchGraph)]),
+    "vbar_torch_graph_step": (Status, [TorchGraph, c_uint32, c_uint64, POINTER(c_uint32)]),
+    "vbar_torch_graph_use_stream": (Status, [TorchGraph, Stream]),
+    "vbar_torch_graph_statistics": (Status, [TorchGraph, POINTER(TorchGraphStatistics)]),
+    "vbar_torch_graph_destroy": (Status, [TorchGraph]),
 }
 
 _bound: list[ctypes.CDLL] = []

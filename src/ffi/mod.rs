@@ -48,4 +48,5 @@ mod tag {
     pub(super) const TOKEN: u8 = 5;
     pub(super) const SIM: u8 = 6;
     pub(super) const SIM_GRAPH: u8 = 7;
+    pub(super) const TORCH_GRAPH: u8 = 8;
 }

@@ -12,11 +12,13 @@
 //! table     the devices, opened on first use     throw     exceptions of C++
 //! pools     which graph pool is meant            callable  a std::function that is kept
 //! numbers   statistics and memory for Python     record    what is asked for, to a file
+//! graph     scopes whose requests repeat
 //! ```
 
 #![expect(unsafe_code, reason = "exported symbols must keep their names")]
 
 mod callable;
+pub mod graph;
 pub mod numbers;
 mod pools;
 pub mod record;

@@ -73,9 +73,12 @@ impl Allocator {
                 drop(core);
                 return self.count_unknown(offset + self.base);
             };
-            let uses = core.uses.remove(&offset).unwrap_or_default();
+            let mut uses = core.uses.remove(&offset).unwrap_or_default();
             let heap = core.heap(waiting.heap);
             let (slot, stream, pool) = (heap.slot, heap.stream, heap.pool);
+            if core.is_elsewhere(&waiting) {
+                uses.push(Used::ours(stream, slot));
+            }
             core.pending.insert(offset, waiting);
             self.note_waiting(&core);
             (uses, slot, stream, pool)

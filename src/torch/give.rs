@@ -3,7 +3,7 @@
 //! Also the counting of both ways.
 
 use super::extents::Piece;
-use super::heap::{Core, LARGE, MID, Sort};
+use super::heap::{Core, LARGE, Live, MID, Sort};
 use super::pages::{Use, kind_of};
 use super::pending::Waiting;
 use super::statistics::Kind;
@@ -64,13 +64,32 @@ impl Core {
     #[inline(always)]
     fn give_piece(&mut self, offset: u64, fences: &Fences) -> Given {
         let Some(live) = self.live.get(&offset) else { return Given::Unknown };
-        if live.sort == Sort::Segment {
-            return Given::Unknown;
+        match live.sort {
+            Sort::Segment => return Given::Unknown,
+            Sort::Graph(graph) => return self.give_in_graph(graph, offset, fences),
+            _ => {}
         }
         let Some(ticket) = self.stamp(live.heap, fences) else { return Given::NotYet };
         let Some(live) = self.live.remove(&offset) else { return Given::Unknown };
         self.cache(offset, live.bytes, live.heap, live.sort, ticket.sequence());
         self.count_free(live.sort.kind(), live.bytes, live.requested);
+        Given::Cached
+    }
+
+    /// As [`Core::give_piece`] for a block of a memory graph.
+    #[inline(never)]
+    fn give_in_graph(&mut self, graph: u32, start: u64, fences: &Fences) -> Given {
+        let Some(&Live { bytes, requested, heap, sort }) = self.live.get(&start) else {
+            return Given::Unknown;
+        };
+        if heap != self.graph_mut(graph).heap {
+            return Given::NotYet;
+        }
+        let Some(ticket) = self.stamp(heap, fences) else { return Given::NotYet };
+        self.live.remove(&start);
+        self.leave_graph(graph, start, bytes);
+        self.cache_in_graph(graph, Piece { start, bytes, mark: ticket.sequence() }, heap);
+        self.count_free(sort.kind(), bytes, requested);
         Given::Cached
     }
 
@@ -97,6 +116,9 @@ impl Core {
             }
             None => {
                 let live = self.live.remove(&offset)?;
+                if let Sort::Graph(graph) = live.sort {
+                    self.leave_graph(graph, offset, live.bytes);
+                }
                 (live.heap, live.sort, live.bytes, live.requested)
             }
         };
@@ -115,6 +137,10 @@ impl Core {
         let Waiting { bytes, heap, sort, own, .. } = waiting;
         let mark = match fences.known_passed(own) {
             true => 0,
+            false if self.is_elsewhere(&waiting) => {
+                waiting.tickets.push(own);
+                return self.pending.insert(offset, waiting);
+            }
             false if own.slot() == self.heap(heap).index => own.sequence(),
             // On a slot that was retired since: what is recorded on the new one comes later, unless
             // that is another stream's by now.
@@ -130,6 +156,9 @@ impl Core {
             Sort::Slot(at) => {
                 self.slab_mut(at).give(offset, mark);
                 self.after_slot(at);
+            }
+            Sort::Graph(graph) => {
+                self.cache_in_graph(graph, Piece { start: offset, bytes, mark }, heap);
             }
             _ => self.cache(offset, bytes, heap, sort, mark),
         }

@@ -16,6 +16,7 @@ use std::collections::HashMap;
 use std::hash::{BuildHasherDefault, Hasher};
 
 use super::extents::{Extents, Piece};
+use super::graph::Graph;
 use super::moves::Moves;
 use super::pages::{Pages, Use};
 use super::pending::{Pending, Used};
@@ -114,13 +115,17 @@ pub(super) enum Sort {
     Large,
     /// The same, in the hands of a caller that caches by itself.
     Segment,
+    /// A piece of a memory graph's: the graph's index.
+    Graph(u32),
+    /// Pages that a memory graph cuts by itself: in no table of blocks.
+    Region,
 }
 
 impl Sort {
     pub(super) fn kind(self) -> Kind {
         match self {
             Self::Slot(_) | Self::Mid => Kind::Small,
-            Self::Large | Self::Segment => Kind::Large,
+            Self::Large | Self::Segment | Self::Graph(_) | Self::Region => Kind::Large,
         }
     }
 }
@@ -197,6 +202,7 @@ pub(super) struct Core {
     pub(super) chunk_pages: Vec<Option<ChunkPage>>,
     pub(super) heaps: Vec<Option<Box<Heap>>>,
     pub(super) pools: Vec<Option<Pool>>,
+    pub(super) graphs: Vec<Option<Box<Graph>>>,
     /// Streams beside its own that a live block was recorded for.
     pub(super) uses: ByOffset<Vec<Used>>,
     pub(super) pending: Pending,
@@ -215,6 +221,7 @@ impl Core {
             chunk_pages: Vec::new(),
             heaps: Vec::new(),
             pools: vec![Some(Pool::default())],
+            graphs: Vec::new(),
             uses: ByOffset::default(),
             pending: Pending::default(),
             moves: Moves::new(page_bytes),
@@ -316,6 +323,7 @@ impl Core {
         }
         let slabs = self.slabs.iter_mut().flatten();
         slabs.filter(|slab| slab.heap == heap).for_each(|slab| slab.mark = mark_of(slab.mark));
+        self.remark_graphs(heap, &mark_of);
     }
 
     /// The heap's ticket for all work enqueued on its stream by now; `None` when the stream's slot
@@ -365,6 +373,9 @@ impl Core {
             self.moves.earn(live.bytes);
         }
         self.heap_mut(live.heap).held += 1;
+        if live.sort == Sort::Region {
+            return;
+        }
         self.live.insert(offset, live);
         self.count_malloc(live.sort.kind(), live.bytes, live.requested);
     }

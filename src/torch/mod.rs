@@ -13,11 +13,12 @@
 //! ```text
 //! mod serve free reclaim pools segment report     calls: locks, fences, faults, waits
 //! moves                                           frames that move rather than memory that grows
+//! graphs                                          scopes whose requests repeat
 //! elsewhere                                       streams of other contexts
 //! record                                          what was asked for, to a file
 //! direct                                          the same without an arena
-//! heap small give grow sweep pending pages        under the lock: blocks, pages
-//! extents sizes slabs reserve                     pure: pieces, slots, a peak
+//! heap small give grow sweep pending pages graph  under the lock: blocks, pages
+//! extents sizes slabs reserve events              pure: pieces, slots, a peak, a tree
 //! oom statistics                                  values
 //! ```
 //!
@@ -27,9 +28,12 @@
 
 mod direct;
 mod elsewhere;
+mod events;
 mod extents;
 mod free;
 mod give;
+mod graph;
+mod graphs;
 mod grow;
 mod heap;
 mod moves;
@@ -60,13 +64,16 @@ use crate::sync::fence::StreamSlot;
 use crate::sync::{AtomicBool, AtomicU32, AtomicU64, Mutex, Relaxed, Release};
 use crate::units::{Stream, TIB};
 
+pub use graph::Pass;
+pub use graphs::MemoryGraph;
 pub use oom::{OutOfMemory, Size};
 pub use statistics::{
-    AllocatorStatistics, Block, BlockState, Kind, PoolId, PoolStat, Segment, Stat,
+    AllocatorStatistics, Block, BlockState, GraphStatistics, Kind, PoolId, PoolStat, Segment, Stat,
 };
 
 use direct::Direct;
 use give::Given;
+use graphs::Graphs;
 use heap::{Core, ORDINARY};
 use pools::OpenPools;
 use record::Recorder;
@@ -117,6 +124,7 @@ pub struct Allocator {
     /// Blocks that were freed and wait.
     waiting: AtomicU32,
     open: OpenPools,
+    graphs: Graphs,
     /// Waits for streams of other contexts, once there was one.
     elsewhere: Mutex<Option<Stream>>,
     /// Pages that the allocator may hold.
@@ -157,6 +165,7 @@ impl Allocator {
             legacy: AtomicU64::new(0),
             waiting: AtomicU32::new(0),
             open: OpenPools::default(),
+            graphs: Graphs::default(),
             elsewhere: Mutex::new(None),
             page_limit: AtomicU64::new(u64::MAX),
             fraction: AtomicU64::new(1.0f64.to_bits()),
@@ -178,6 +187,11 @@ impl Allocator {
     pub fn malloc(&self, bytes: usize, stream: Stream) -> std::result::Result<u64, OutOfMemory> {
         if bytes == 0 {
             return Ok(0);
+        }
+        if self.graphs.any()
+            && let Some(address) = self.malloc_in_graph(bytes as u64, stream)
+        {
+            return Ok(address);
         }
         match self.malloc_quickly(bytes as u64, stream) {
             Some(offset) => Ok(self.address_of(offset)),

@@ -115,6 +115,17 @@ impl Pending {
         moved.for_each(|waiting| waiting.heap = into);
     }
 
+    /// Blocks of a memory graph are ordinary ones: where they start, and their bytes.
+    pub(super) fn end_graph(&mut self, graph: u32) -> Vec<(u64, u64)> {
+        let of_it = |(_, waiting): &(&u64, &mut Waiting)| waiting.sort == Sort::Graph(graph);
+        let blocks = self.blocks.iter_mut().filter(of_it);
+        let turned = blocks.map(|(offset, waiting)| {
+            waiting.sort = Sort::Large;
+            (*offset, waiting.bytes)
+        });
+        turned.collect()
+    }
+
     /// What the blocks wait for, a span a stream.
     pub(super) fn spans(&self) -> Vec<Span> {
         let mut spans = Vec::new();

@@ -8,6 +8,7 @@
 use std::sync::Arc;
 
 use super::extents::{Extents, Piece};
+use super::graphs::session;
 use super::heap::{Core, ORDINARY, Pool};
 use super::{Allocator, PoolFilter, PoolId};
 use crate::process;
@@ -58,6 +59,7 @@ impl Allocator {
             index
         };
         self.open.change(|pools| pools.push(Arc::new(OpenPool { id, index, filter })));
+        self.note_capture_of(&session());
     }
 
     /// Requests come from the ordinary pool again. What was freed while streams were being

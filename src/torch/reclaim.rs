@@ -5,6 +5,7 @@
 //! refused. Never a page with a live block, and none before its fences.
 
 use super::Allocator;
+use super::graph::Yields;
 use super::sweep::Which;
 use crate::error::{Error, ErrorCode, Result};
 use crate::memory::pager::{GiveTo, Reclaim};
@@ -40,6 +41,7 @@ impl Reclaim for Allocator {
         if self.closed.load(Relaxed) || frames == 0 {
             return 0;
         }
+        self.yield_graphs(Yields::Closed);
         let given = self.give_recorded(u64::from(frames));
         given + self.give_others(u64::from(frames) - u64::from(given))
     }
@@ -56,6 +58,12 @@ impl Allocator {
         let (now, budget) = (self.pager.device.fences.now(), self.pager.budget_pages());
         let asked = asked.map(u64::from);
         let mut core = self.core.lock();
+        if asked.is_some_and(|asked| asked > 0) {
+            core.yield_graphs(match asks {
+                Asks::Weights => Yields::Idle(now),
+                Asks::Own => Yields::Closed,
+            });
+        }
         let (used, mapped) = (core.pages.used(), core.pages.mapped());
         match asks {
             Asks::Own => {
@@ -145,6 +153,7 @@ impl Allocator {
         }
         let _scope = device.enter()?;
         self.poll_pending();
+        self.yield_graphs(Yields::Closed);
         settle_for(self.try_release(u64::MAX, Which::Recorded, GiveTo::Driver))?;
         // What an earlier call gave back and could not wait for, too.
         let (leaving, unknown) = self.pager.leaving_users();

@@ -1,6 +1,6 @@
 //! What is told: counts, the layout of the memory, and the numbers of a request that failed.
 
-use super::heap::{Core, LARGE, MID, Sort};
+use super::heap::{Core, LARGE, MID};
 use super::pages::kind_of;
 use super::statistics::{AllocatorStatistics, Block, BlockState, Kind, PoolStat, Segment};
 use super::{Allocator, OutOfMemory};
@@ -221,10 +221,7 @@ impl Core {
             }));
         }
         for (start, waiting) in self.pending.iter() {
-            let requested = match waiting.sort {
-                Sort::Slot(_) | Sort::Mid | Sort::Large | Sort::Segment => waiting.requested,
-            };
-            all.push(block(start, waiting.bytes, requested, BlockState::AwaitingFree));
+            all.push(block(start, waiting.bytes, waiting.requested, BlockState::AwaitingFree));
         }
         all.sort_unstable_by_key(|block| block.address);
         all

@@ -89,11 +89,11 @@ impl Allocator {
 }
 
 impl Core {
-    /// Takes a segment from what is free for a heap's stream.
-    pub(super) fn take_segment(&mut self, heap: u32, requested: u64) -> Option<u64> {
+    /// Takes a segment, or a region, from what is free for a heap's stream.
+    pub(super) fn take_whole(&mut self, heap: u32, requested: u64, sort: Sort) -> Option<u64> {
         let bytes = requested.next_multiple_of(super::slabs::GRAIN);
         let (start, _) = self.heap_mut(heap).free[LARGE].take_best(bytes)?;
-        self.enter(start, Live { bytes, requested, heap, sort: Sort::Segment });
+        self.enter(start, Live { bytes, requested, heap, sort });
         Some(start)
     }
 }

@@ -5,6 +5,7 @@
 //! come back as fresh ones; a wait for what was freed and is in use; a wait for the device. After
 //! each the heap is searched again. Only then the request is out of memory.
 
+use super::graph::Yields;
 use super::grow::Growth;
 use super::heap::{Core, Sort};
 use super::sweep::Which;
@@ -29,7 +30,7 @@ pub(super) struct Ask {
     pub(super) capture: CaptureState,
     /// The pool, by its place and its id: it may be released while it is asked for.
     pub(super) pool: (u32, Option<PoolId>),
-    /// A segment for a caller that caches by itself.
+    /// A segment for a caller that caches by itself, or a region of a memory graph.
     pub(super) sort: Sort,
 }
 
@@ -151,10 +152,14 @@ impl Allocator {
     fn search(&self, ask: &Ask) -> Option<u64> {
         let mut core = self.core.lock();
         let heap = self.heap_for(&mut core, ask);
-        if ask.sort == Sort::Segment {
-            return core.take_segment(heap, ask.requested);
+        self.take(&mut core, heap, ask)
+    }
+
+    fn take(&self, core: &mut Core, heap: u32, ask: &Ask) -> Option<u64> {
+        match ask.sort {
+            Sort::Segment | Sort::Region => core.take_whole(heap, ask.requested, ask.sort),
+            _ => core.take(heap, ask.requested, &self.pager.device.fences),
         }
-        core.take(heap, ask.requested, &self.pager.device.fences)
     }
 
     /// Searches what is anybody's, then for a place with fresh pages.
@@ -164,11 +169,7 @@ impl Allocator {
             let mut core = self.core.lock();
             let heap = self.heap_for(&mut core, ask);
             core.settle(heap, &self.pager.device.fences);
-            let taken = match ask.sort {
-                Sort::Segment => core.take_segment(heap, ask.requested),
-                _ => core.take(heap, ask.requested, &self.pager.device.fences),
-            };
-            if let Some(offset) = taken {
+            if let Some(offset) = self.take(&mut core, heap, ask) {
                 return Ok(Tries::Served(offset));
             }
             let (bytes, purpose) = core.needs(ask.requested, ask.sort);
@@ -255,6 +256,7 @@ impl Allocator {
     fn make_room(&self, ask: &Ask, tried: Tried) -> Result<Tried> {
         let device = &self.pager.device;
         if tried < Tried::Caches {
+            self.yield_graphs(Yields::Closed);
             self.release_empty(u64::MAX, Which::Recorded, GiveTo::Pages);
             return Ok(Tried::Caches);
         }
@@ -271,6 +273,8 @@ impl Allocator {
             self.release_empty(u64::MAX, Which::Recorded, GiveTo::Pages);
             return Ok(Tried::Fences);
         }
+        // What a pass that is under way has no use for now, rather than a request that fails.
+        self.yield_graphs(Yields::All);
         // Whatever the options say of such waits: the request fails without, and what PyTorch
         // captures is known by its pools.
         if ask.capture == CaptureState::None && !self.open.any() {

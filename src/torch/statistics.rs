@@ -136,6 +136,19 @@ pub struct AllocatorStatistics {
     pub free_count: u64,
 }
 
+/// What a memory graph has.
+#[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
+pub struct GraphStatistics {
+    /// Bytes of its live blocks, rounded up as they are.
+    pub used_bytes: u64,
+    /// The most that this was.
+    pub peak_used_bytes: u64,
+    /// Bytes of its pages: their addresses and their frames come and go together.
+    pub pool_bytes: u64,
+    /// Live blocks whose scope has ended.
+    pub rogue_count: u64,
+}
+
 /// What a piece of a segment is.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum BlockState {

@@ -344,6 +344,145 @@ CASE(vbar_torch_record_stop) {
     CHECK(event_count >= 2);
 }
 
+static VbarTorchGraph graph_of(VbarStream stream) {
+    VbarTorchGraph graph;
+    OK(vbar_torch_graph_create(0, stream, &graph));
+    return graph;
+}
+
+static VbarStatus graph_on(int32_t device) {
+    VbarStatus status = vbar_torch_graph_create(device, 0, untouched());
+    CHECK(is_untouched());
+    return status;
+}
+
+CASE(vbar_torch_graph_create) {
+    VbarTorchStatistics before = numbers();
+    BAD_PLACES(VbarTorchGraph, bad, vbar_torch_graph_create(0, 0, bad));
+    FAILS(vbar_torch_graph_create(0, VBAR_STREAM_NONE, untouched()), VBAR_STATUS_INVALID_ARGUMENT,
+          "stream");
+    CHECK(vbar_torch_graph_create(0, 0xdead, untouched()) != VBAR_STATUS_OK);
+    CHECK(is_untouched());
+    each_bad_device(graph_on);
+    VbarTorchGraph graph = graph_of(0);
+    CHECK(is_as_before(before));
+    OK(vbar_torch_graph_destroy(graph));
+}
+
+static void each_stale_graph(VbarStatus (*call)(VbarTorchGraph graph)) {
+    VbarTorchGraph gone = graph_of(0);
+    OK(vbar_torch_graph_destroy(gone));
+    VbarDevice device;
+    OK(vbar_torch_device(0, &device));
+    VbarTorchGraph stale[] = {{0}, {1}, {UINT64_MAX}, gone, {device.id}};
+    for (size_t at = 0; at < COUNT_OF(stale); at++) {
+        FAILS(call(stale[at]), VBAR_STATUS_STALE_HANDLE, "memory graph");
+        CHECK(is_untouched());
+    }
+    OK(vbar_device_close(device));
+}
+
+static VbarStatus step_of(VbarTorchGraph graph) {
+    return vbar_torch_graph_step(graph, VBAR_TORCH_GRAPH_STEP_ENTER, 1, untouched());
+}
+
+CASE(vbar_torch_graph_step) {
+    VbarTorchStatistics before = numbers();
+    each_stale_graph(step_of);
+    VbarTorchGraph graph = graph_of(0), other = graph_of(0);
+    static const uint32_t unknown[] = {0, 7, UINT32_MAX};
+    for (size_t at = 0; at < COUNT_OF(unknown); at++) {
+        FAILS(vbar_torch_graph_step(graph, unknown[at], 0, NULL), VBAR_STATUS_INVALID_ARGUMENT,
+              "1 to 6");
+    }
+    FAILS(vbar_torch_graph_step(graph, VBAR_TORCH_GRAPH_STEP_ENTER, 0, unaligned()),
+          VBAR_STATUS_INVALID_ARGUMENT, "not aligned");
+    for (uint32_t step = VBAR_TORCH_GRAPH_STEP_LEAVE; step < VBAR_TORCH_GRAPH_STEP_ABORT; step++) {
+        FAILS(vbar_torch_graph_step(graph, step, 0, untouched()), VBAR_STATUS_INVALID_ARGUMENT,
+              "no scope");
+    }
+    CHECK(is_untouched());
+    uint32_t broken = 7;
+    OK(vbar_torch_graph_step(graph, VBAR_TORCH_GRAPH_STEP_ENTER, UINT64_MAX, &broken));
+    CHECK(broken == 0);
+    FAILS(vbar_torch_graph_step(other, VBAR_TORCH_GRAPH_STEP_ENTER, 0, NULL),
+          VBAR_STATUS_INVALID_ARGUMENT, "another graph");
+    FAILS(vbar_torch_graph_step(graph, VBAR_TORCH_GRAPH_STEP_RESUME, 0, NULL),
+          VBAR_STATUS_INVALID_ARGUMENT, "never began");
+    void *first = vbar_torch_malloc(100000, 0, 0);
+    vbar_torch_free(first, 100000, 0, 0);
+    OK(vbar_torch_graph_step(graph, VBAR_TORCH_GRAPH_STEP_NEXT, UINT64_MAX, NULL));
+    /* Its scopes are this thread's, and what it serves is freed like any other. */
+    void *again = vbar_torch_malloc(100000, 0, 0);
+    CHECK(again == first);
+    vbar_torch_free((char *)again + 512, 1, 0, 0);
+    CHECK(numbers().unknown_free_count == before.unknown_free_count + 1);
+    vbar_torch_free(again, 1, -1, 0xdead);
+    void *more = vbar_torch_malloc(1, 0, 0);
+    OK(vbar_torch_graph_step(graph, VBAR_TORCH_GRAPH_STEP_LEAVE, 0, &broken));
+    CHECK(broken == 1);
+    OK(vbar_torch_graph_step(graph, VBAR_TORCH_GRAPH_STEP_ABORT, 0, &broken));
+    CHECK(broken == 0);
+    OK(vbar_torch_graph_destroy(graph));
+    OK(vbar_torch_graph_destroy(other));
+    vbar_torch_free(more, 1, 0, 0);
+    CHECK(is_as_before(before));
+}
+
+static VbarStatus stream_of(VbarTorchGraph graph) {
+    return vbar_torch_graph_use_stream(graph, 0);
+}
+
+CASE(vbar_torch_graph_use_stream) {
+    numbers();
+    each_stale_graph(stream_of);
+    VbarTorchGraph graph = graph_of(0);
+    FAILS(vbar_torch_graph_use_stream(graph, VBAR_STREAM_NONE), VBAR_STATUS_INVALID_ARGUMENT,
+          "stream");
+    CHECK(vbar_torch_graph_use_stream(graph, 0xdead) != VBAR_STATUS_OK);
+    OK(vbar_torch_graph_use_stream(graph, 0));
+    OK(vbar_torch_graph_use_stream(graph, 2));
+    OK(vbar_torch_graph_use_stream(graph, 0));
+    OK(vbar_torch_graph_destroy(graph));
+}
+
+static VbarStatus statistics_of_graph(VbarTorchGraph graph) {
+    return vbar_torch_graph_statistics(graph, untouched_struct(sizeof(VbarTorchGraphStatistics)));
+}
+
+CASE(vbar_torch_graph_statistics) {
+    numbers();
+    each_stale_graph(statistics_of_graph);
+    VbarTorchGraph graph = graph_of(0);
+    BAD_STRUCTS(VbarTorchGraphStatistics, bad, vbar_torch_graph_statistics(graph, bad));
+    VbarTorchGraphStatistics told = {.size = sizeof told};
+    OK(vbar_torch_graph_step(graph, VBAR_TORCH_GRAPH_STEP_ENTER, 0, NULL));
+    void *place = vbar_torch_malloc(1000, 0, 0);
+    OK(vbar_torch_graph_step(graph, VBAR_TORCH_GRAPH_STEP_ABORT, 0, NULL));
+    OK(vbar_torch_graph_statistics(graph, &told));
+    CHECK(told.used_bytes == 1024 && told.peak_used_bytes == 1024 && told.rogue_count == 1);
+    CHECK(told.pool_bytes >= 1024);
+    vbar_torch_free(place, 1000, 0, 0);
+    OK(vbar_torch_graph_destroy(graph));
+}
+
+CASE(vbar_torch_graph_destroy) {
+    VbarTorchStatistics before = numbers();
+    each_stale_graph(vbar_torch_graph_destroy);
+    VbarTorchGraph graph = graph_of(0);
+    OK(vbar_torch_graph_step(graph, VBAR_TORCH_GRAPH_STEP_ENTER, 0, NULL));
+    void *place = vbar_torch_malloc(1000, 0, 0);
+    OK(vbar_torch_graph_destroy(graph));
+    /* The thread has no scope open, and the block lives. */
+    VbarTorchGraph next = graph_of(0);
+    OK(vbar_torch_graph_step(next, VBAR_TORCH_GRAPH_STEP_ENTER, 0, NULL));
+    OK(vbar_torch_graph_destroy(next));
+    size_t size = 0;
+    CHECK(vbar_torch_base_alloc(place, &size) == place && size == 1024);
+    vbar_torch_free(place, 1000, 0, 0);
+    CHECK(is_as_before(before));
+}
+
 const struct Case torch_cases[] = {
     ENTRY(vbar_torch_configure),
     ENTRY(vbar_torch_malloc),
@@ -366,5 +505,10 @@ const struct Case torch_cases[] = {
     ENTRY(vbar_torch_snapshot),
     ENTRY(vbar_torch_record_start),
     ENTRY(vbar_torch_record_stop),
+    ENTRY(vbar_torch_graph_create),
+    ENTRY(vbar_torch_graph_step),
+    ENTRY(vbar_torch_graph_use_stream),
+    ENTRY(vbar_torch_graph_statistics),
+    ENTRY(vbar_torch_graph_destroy),
     {NULL, NULL},
 };

@@ -39,6 +39,7 @@ pub(crate) const HEADERS: &[Header] = &[
             "torch",
             "torch/numbers",
             "torch/record",
+            "torch/graph",
         ],
         includes: &[],
         more: statuses_and_constants,

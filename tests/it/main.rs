@@ -63,6 +63,8 @@ mod threads;
 mod torch;
 mod torch_breaks;
 mod torch_breaks_more;
+mod torch_graphs;
+mod torch_graphs_random;
 mod torch_memory;
 mod torch_more;
 mod torch_peers;

@@ -858,8 +858,6 @@ class Rest(Case):
         self.assertEqual(told, (0, 0, 0, 0))
         with self.logged("WARNING"):
             self.assertIs(graph.pop(), True)
-        # It is one that does nothing from here on.
-        self.assertIs(graph.pop(), False)
         graph.push()
         graph.abort()
         strict = malloc_graph.record(0, True)

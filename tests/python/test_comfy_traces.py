@@ -343,6 +343,8 @@ class Traces(Case):
     def test_the_traces_are_all_replayed(self):
         names = {path.stem for path in TRACES.glob("*.jsonl")}
         tests = {name[len("test_") :] for name in dir(self) if name.startswith("test_")}
+        # That of memory graphs needs PyTorch's allocator: test_comfy_graph replays it.
+        names.remove("graph")
         self.assertEqual(names, tests - {"the_traces_are_all_replayed", "a_wrong_byte_is_seen"})
 
     def test_a_wrong_byte_is_seen(self):

@@ -239,6 +239,65 @@ def blocks():
     trace.write()
 
 
+def graph():
+    """Scopes around the steps of a sample and their blocks, as clients of 0.34 and later have them.
+
+    A "way" is a step whose tensors are as large as in every other step of that way.
+    """
+    trace = Trace("graph", 0)
+
+    def step(way, scale, broken):
+        trace.call("way", way)
+        trace.call("take", "x", 512 * 1024 * scale)
+        for block in range(4):
+            trace.call("push", f"block {block % 2}")
+            trace.call("take", "q", 300_000 * scale)
+            trace.call("take", "k", 70_000)
+            trace.call("give", "q")
+            trace.call("take", "v", 900 * scale)
+            trace.call("pause", True)
+            trace.call("outside", 40_000)
+            trace.call("resume", True)
+            trace.call("give", "k")
+            trace.call("give", "v")
+            trace.call("pop", False if block or not broken else None)
+        trace.call("give", "x")
+        trace.call("same")
+        trace.call("iterate", "step", broken)
+
+    for round_ in range(2):
+        trace.call("push", "step")
+        for at in range(3):
+            step("small", 1, False)
+        # Another resolution departs once.
+        step("large", 3, not round_)
+        step("large", 3, False)
+        trace.call("rogues", 0)
+        trace.call("pop", False)
+    # Cancelled in the middle of a block.
+    trace.call("push", "step")
+    trace.call("take", "x", 512 * 1024)
+    trace.call("push", "block 0")
+    trace.call("take", "q", 300_000)
+    trace.call("abort")
+    trace.call("rogues", 2)
+    trace.call("give", "q")
+    trace.call("give", "x")
+    trace.call("rogues", 0)
+    trace.call("push", "step")
+    step("small", 1, False)
+    # What a step leaves is still in use in the next one.
+    trace.call("take", "kept", 512 * 1024)
+    trace.call("iterate", "step", True)
+    trace.call("rogues", 1)
+    trace.call("take", "x", 512 * 1024)
+    trace.call("give", "x")
+    trace.call("give", "kept")
+    trace.call("iterate", "step", True)
+    trace.call("pop", False)
+    trace.write()
+
+
 if __name__ == "__main__":
-    for write in (sample, switch, patch, free, cancel, blocks):
+    for write in (sample, switch, patch, free, cancel, blocks, graph):
         write()

@@ -18,6 +18,7 @@ use vbar::ffi::source::VbarBindSource;
 use vbar::ffi::statistics::VbarStatistics;
 use vbar::ffi::token::VbarToken;
 use vbar::ffi::torch::VbarTorchPool;
+use vbar::ffi::torch::graph::{VbarTorchGraph, VbarTorchGraphStatistics};
 use vbar::ffi::torch::numbers::{VbarTorchBlock, VbarTorchSegment, VbarTorchStatistics};
 use vbar::ffi::wait::VbarWaitCheck;
 
@@ -282,6 +283,23 @@ unsafe extern "C" {
     ) -> i32;
     pub(super) safe fn vbar_torch_record_start(ordinal: i32, path: *const c_char) -> i32;
     pub(super) safe fn vbar_torch_record_stop(ordinal: i32, event_count: *mut u64) -> i32;
+    pub(super) safe fn vbar_torch_graph_create(
+        ordinal: i32,
+        stream: usize,
+        graph: *mut VbarTorchGraph,
+    ) -> i32;
+    pub(super) safe fn vbar_torch_graph_step(
+        graph: VbarTorchGraph,
+        step: u32,
+        name: u64,
+        broken: *mut u32,
+    ) -> i32;
+    pub(super) safe fn vbar_torch_graph_use_stream(graph: VbarTorchGraph, stream: usize) -> i32;
+    pub(super) safe fn vbar_torch_graph_statistics(
+        graph: VbarTorchGraph,
+        statistics: *mut VbarTorchGraphStatistics,
+    ) -> i32;
+    pub(super) safe fn vbar_torch_graph_destroy(graph: VbarTorchGraph) -> i32;
     pub(super) safe fn vbar_sim_open(device: VbarDevice, sim: *mut VbarSim) -> i32;
     pub(super) safe fn vbar_sim_close(sim: VbarSim) -> i32;
     pub(super) safe fn vbar_sim_stream_create(device: VbarDevice, stream: *mut usize) -> i32;

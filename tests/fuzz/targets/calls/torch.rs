@@ -7,6 +7,7 @@ use std::sync::{Mutex, Once};
 use vbar::ffi::device::{VbarDevice, VbarDeviceOptions};
 use vbar::ffi::sim::{VbarSim, VbarSimLive};
 use vbar::ffi::torch::VbarTorchPool;
+use vbar::ffi::torch::graph::VbarTorchGraph;
 use vbar::ffi::torch::numbers::VbarTorchStatistics;
 
 use super::abi::*;
@@ -128,7 +129,35 @@ pub(super) const OPS: &[Op] = &[
         }
         Some(status)
     }),
+    ("vbar_torch_graph_create", |w, b| {
+        let (ordinal, stream) = (ordinal(b), w.torch.stream(b));
+        let status = vbar_torch_graph_create(ordinal, stream, w.out(0, b));
+        if status == 0 {
+            w.torch.graphs.push(w.read(0));
+        }
+        Some(status)
+    }),
+    ("vbar_torch_graph_step", |w, b| step_graph(w, b)),
+    ("vbar_torch_graph_step", |w, b| step_graph(w, b)),
+    ("vbar_torch_graph_step", |w, b| step_graph(w, b)),
+    ("vbar_torch_graph_use_stream", |w, b| {
+        Some(vbar_torch_graph_use_stream(w.torch.graph(b), w.torch.stream(b)))
+    }),
+    ("vbar_torch_graph_statistics", |w, b| {
+        Some(vbar_torch_graph_statistics(w.torch.graph(b), w.growing(0, b)))
+    }),
+    ("vbar_torch_graph_destroy", |w, b| {
+        let graph = w.torch.graph(b);
+        w.torch.graphs.retain(|other| *other != graph);
+        Some(vbar_torch_graph_destroy(graph))
+    }),
 ];
+
+fn step_graph(w: &mut World, b: &mut Bytes<'_>) -> Came {
+    let (graph, name) = (w.torch.graph(b), u64::from(b.byte() % 3));
+    let step = b.one_of(&[1, 2, 3, 3, 4, 5, 6, 0, 7, u32::MAX]);
+    Some(vbar_torch_graph_step(graph, step, name, w.out(0, b)))
+}
 
 /// What an input has of PyTorch's.
 pub(super) struct Torch {
@@ -138,6 +167,7 @@ pub(super) struct Torch {
     segments: Vec<*mut c_void>,
     pools: Vec<(i32, VbarTorchPool)>,
     recorded: Vec<i32>,
+    graphs: Vec<VbarTorchGraph>,
     streams: [usize; 2],
 }
 
@@ -188,6 +218,7 @@ impl Torch {
             segments: Vec::new(),
             pools: Vec::new(),
             recorded: Vec::new(),
+            graphs: Vec::new(),
             streams,
         }
     }
@@ -200,6 +231,13 @@ impl Torch {
         }
     }
 
+    fn graph(&self, bytes: &mut Bytes<'_>) -> VbarTorchGraph {
+        match (usize::from(bytes.byte()), self.graphs.len()) {
+            (choice @ 0..=240, count @ 1..) => self.graphs[choice % count],
+            (choice, _) => VbarTorchGraph { id: [0, 1, u64::MAX][choice % 3] },
+        }
+    }
+
     pub(super) fn uses(&self, stream: usize) -> bool {
         self.streams.contains(&stream)
     }
@@ -209,6 +247,9 @@ impl Torch {
         for ordinal in self.recorded.drain(..) {
             let mut count = 0;
             vbar_torch_record_stop(ordinal, &raw mut count);
+        }
+        for graph in self.graphs.drain(..) {
+            assert_eq!(vbar_torch_graph_destroy(graph), 0, "{}", super::message());
         }
         for (ordinal, pool) in self.pools.drain(..) {
             vbar_torch_end_pool(ordinal, pool);
