@@ -120,8 +120,8 @@ impl Carver {
         None
     }
 
-    /// Adds a window, and takes a part of `bytes`: the window is idle for nobody before that. `None`
-    /// where it is smaller, and so is what was there; it is added all the same.
+    /// Adds a window, and takes a part of `bytes`: the window is idle for nobody before that.
+    /// `None` where it is smaller, and so is what was there; it is added all the same.
     pub fn add_for(self: &Arc<Self>, slot: LockedSlot, bytes: usize) -> Option<Part> {
         let mut state = self.state.lock();
         let free = BTreeMap::from([(0, slot.len())]);
@@ -151,6 +151,20 @@ impl Carver {
         let idle: Vec<usize> = idle.map(|(number, _)| *number).take(count).collect();
         let windows = idle.iter().filter_map(|number| state.windows.remove(number));
         windows.map(|window| window.slot).collect()
+    }
+
+    /// Takes windows out of which no part is taken, the newest first, until they are `bytes` or
+    /// more.
+    #[must_use]
+    pub fn take_idle_bytes(&self, bytes: u64) -> Vec<LockedSlot> {
+        let (mut taken, mut windows) = (0, Vec::new());
+        while taken < bytes
+            && let Some(window) = self.take_idle(1).pop()
+        {
+            taken += window.len() as u64;
+            windows.push(window);
+        }
+        windows
     }
 
     /// Takes all windows out, for good: their memory goes with the last part of each.
