@@ -36,11 +36,16 @@ pub fn told(error: &impl Display) -> String {
     let text = error.to_string();
     let begin = text.char_indices().nth(TOLD_CHARS_MAX - TOLD_END_CHARS).map(|(at, _)| at);
     let end = text.char_indices().nth_back(TOLD_END_CHARS - 1).map(|(at, _)| at);
-    match (begin, end) {
-        (Some(begin), Some(end)) if text[begin..end].chars().nth(TOLD_END_CHARS).is_some() => {
+    let cut = begin.zip(end).filter(|(begin, end)| {
+        // Of a text that is hardly too long the end begins before the beginning ends.
+        let between = text.get(*begin..*end);
+        between.is_some_and(|between| between.chars().nth(TOLD_END_CHARS).is_some())
+    });
+    match cut {
+        Some((begin, end)) => {
             format!("{} ... {}", printable(&text[..begin]), printable(&text[end..]))
         }
-        _ => printable(&text),
+        None => printable(&text),
     }
 }
 
@@ -135,6 +140,14 @@ mod tests {
         assert!(long.starts_with("unknown variant `é\\n"), "{long}");
         assert!(long.ends_with("at line 1 column 2") && !long.contains('\n'), "{long}");
         assert!(long.chars().count() < 1000, "{long}");
+        for (letter, count) in
+            ["a", "é", "日"].into_iter().flat_map(|of| (0..700).map(move |n| (of, n)))
+        {
+            let said = told(&letter.repeat(count));
+            let whole = said.chars().count() == count;
+            assert!(whole || count > TOLD_CHARS_MAX && said.contains(" ... "), "{count}: {said}");
+            assert!(said.chars().count() <= TOLD_CHARS_MAX + TOLD_END_CHARS, "{count}: {said}");
+        }
     }
 
     proptest! {

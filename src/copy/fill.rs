@@ -415,11 +415,12 @@ impl Filler {
         let count = excess.div_ceil(window_bytes) as usize;
         let pages = self.registered.take_out(Surplus::Any, count);
         let missing = excess.saturating_sub(pages.iter().map(FileWindow::bytes).sum());
-        let count = missing.div_ceil(window_bytes) as usize;
-        let mut windows = self.cache.take_out(Surplus::Any, count);
-        self.add_idle_saved(&mut windows, count);
-        let missing = count - windows.len();
-        let slots = self.staging.take_out(&self.device, missing, 1);
+        // In bytes: a window of what is saved is many of the others.
+        let slots_of = |bytes: u64| bytes.div_ceil(window_bytes) as usize;
+        let mut windows = self.cache.take_out(Surplus::Any, slots_of(missing));
+        windows.extend(self.saved.take_idle_bytes(missing.saturating_sub(bytes_of(&windows))));
+        let missing = missing.saturating_sub(bytes_of(&windows));
+        let slots = self.staging.take_out(&self.device, slots_of(missing), 1);
         let (slots, failed) = slots.map_or_else(|error| (Vec::new(), Some(error)), |it| (it, None));
         windows.extend(slots);
         let bytes = self.give_back(&scope, windows, pages);
@@ -437,7 +438,7 @@ impl Filler {
         if windows.is_empty() && pages.is_empty() {
             return 0;
         }
-        let bytes: u64 = windows.iter().map(|window| window.len() as u64).sum();
+        let bytes = bytes_of(&windows);
         let wait = self.device.wait(WaitKind::Register);
         drop(windows);
         self.room.release(bytes);
@@ -507,6 +508,10 @@ impl Filler {
         };
         readers.submit([Box::new(make) as Box<_>]);
     }
+}
+
+fn bytes_of(windows: &[LockedSlot]) -> u64 {
+    windows.iter().map(|window| window.len() as u64).sum()
 }
 
 /// Registers memory on a thread of the library's own.

@@ -114,8 +114,8 @@ impl Filler {
         Ok(memory)
     }
 
-    /// Takes leave of memory that a range was saved to: it goes as soon as nobody has it and no copy
-    /// to or from it is under way. Returns the fences of those that are, for
+    /// Takes leave of memory that a range was saved to: it goes once nobody has it and no copy to
+    /// or from it is under way. Returns the fences of those that are, for
     /// [`Filler::wait_for_saved`]. Calls no driver: whatever else fails, the memory goes.
     #[must_use]
     pub fn drop_saved(&self, bar: u32, memory: Arc<HostMemory>) -> Vec<Ticket> {

@@ -127,8 +127,8 @@ impl Filler {
     /// A stream of the program, to copy on; the context is current.
     ///
     /// # Errors
-    /// `InvalidArgument` for no stream, `Unsupported` for one that is being captured; what the driver
-    /// says.
+    /// `InvalidArgument` for no stream, `Unsupported` for one that is being captured; what the
+    /// driver says.
     pub fn on_stream(&self, stream: Stream) -> Result<OnStream> {
         match self.device.inspect(stream)? {
             (CaptureState::None, Some(slot)) => Ok(OnStream { stream, slot }),

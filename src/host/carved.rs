@@ -136,8 +136,8 @@ impl Carver {
         None
     }
 
-    /// Adds a window, and takes a part of `bytes`: the window is idle for nobody before that. `None`
-    /// where it is smaller, and so is what was there; it is added all the same.
+    /// Adds a window, and takes a part of `bytes`: the window is idle for nobody before that.
+    /// `None` where it is smaller, and so is what was there; it is added all the same.
     pub fn add_for(self: &Arc<Self>, slot: LockedSlot, bytes: usize) -> Option<Part> {
         let mut state = self.state.lock();
         state.add(slot);
@@ -177,6 +177,20 @@ impl Carver {
         let slots: Vec<LockedSlot> = windows.map(|window| window.slot).collect();
         state.free_bytes -= slots.iter().map(|slot| slot.len() as u64).sum::<u64>();
         slots
+    }
+
+    /// Takes windows out of which no part is taken, the newest first, until they are `bytes` or
+    /// more.
+    #[must_use]
+    pub fn take_idle_bytes(&self, bytes: u64) -> Vec<LockedSlot> {
+        let (mut taken, mut windows) = (0, Vec::new());
+        while taken < bytes
+            && let Some(window) = self.take_idle(1).pop()
+        {
+            taken += window.len() as u64;
+            windows.push(window);
+        }
+        windows
     }
 
     /// Takes all windows out, for good: their memory goes with the last part of each.

@@ -280,3 +280,40 @@ pub fn draw(bar: &Bar, limit: u32) -> String {
     let shown = 0..bar.table.page_count().min(limit);
     bar.table.pages(shown).map(|(_, page)| crate::memory::page_table::draw(page.word())).collect()
 }
+
+#[cfg(test)]
+#[cfg(not(vbar_loom))]
+mod tests {
+    use std::sync::Barrier;
+
+    use super::*;
+    use crate::memory::space::SpaceKind;
+    use crate::model::binding::Binding;
+
+    /// Two threads at once: one of them is told no, and what it was to have is not taken.
+    #[test]
+    fn a_vbar_is_bound_or_has_ranges_that_are_saved_and_never_both() {
+        for round in 0..200 {
+            let (bytes, kind) = (4 * 4096, SpaceKind::Unreserved);
+            let space = Space { base: DeviceAddress(1 << 20), bytes, kind };
+            let bar = Bar::new(round, space, PageSize::new(4096).unwrap(), Content::Weights);
+            let bound = Arc::new(
+                Bound::new(Binding::new(), Vec::<Arc<crate::host::source::ModelFile>>::new())
+                    .unwrap(),
+            );
+            let start = Barrier::new(2);
+            let (binds, saves) = std::thread::scope(|scope| {
+                let binds = scope.spawn(|| {
+                    start.wait();
+                    bar.bind(Arc::clone(&bound), bytes).is_ok()
+                });
+                start.wait();
+                let saves = bar.saves_or_new().is_ok();
+                (binds.join().unwrap(), saves)
+            });
+            assert!(binds != saves, "bound {binds}, saved {saves}");
+            assert_eq!((bar.bound().is_some(), bar.saves().is_some()), (binds, saves));
+            assert_eq!(bar.allocate(bytes).is_ok(), saves);
+        }
+    }
+}

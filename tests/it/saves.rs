@@ -176,6 +176,21 @@ fn memory_for_saves_is_counted_and_given_back() {
 }
 
 #[test]
+fn trimming_takes_no_more_than_it_is_asked_for() {
+    let world = World::with(STRICT_DEVICE, budget_options(4));
+    let vbar = world.vbar(2);
+    // Some fill makes the ring; the window is idle again.
+    write_and_save(&world, &vbar, 0..P, 1);
+    vbar.drop_save(0..P).unwrap();
+    let before = world.runtime.statistics();
+    assert!(before.locked.ring_bytes > 2 * P && before.locked.saved_bytes > 3 * P);
+    world.runtime.trim_host(before.locked_bytes - 3 * P).unwrap();
+    let told = world.runtime.statistics().locked;
+    assert_eq!((told.saved_bytes, told.ring_bytes), (0, before.locked.ring_bytes));
+    world.check();
+}
+
+#[test]
 fn what_cannot_be_saved_is_refused() {
     let world = World::with(STRICT_DEVICE, options());
     let vbar = world.vbar(4);

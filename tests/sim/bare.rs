@@ -153,7 +153,10 @@ impl World {
             }
             Ok(AllocationFault::Refill(fill)) => {
                 assert!(!valid && !filling, "written again, and the bytes are there");
-                self.come_behind_writer(key, stream);
+                // Bytes that were saved are read by who knows of no commit.
+                if self.piece(key).is_some_and(|piece| piece.written.is_some()) {
+                    self.come_behind_all(device, stream);
+                }
                 self.refill(key, &allocation, fill, stream, (commits, pins, then));
             }
             Ok(AllocationFault::Offloaded(refusal)) => {

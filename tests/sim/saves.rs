@@ -226,16 +226,7 @@ impl World {
     /// Writes other bytes, behind whoever read the old ones. Returns their seed.
     fn overwrite(&mut self, place: &Place, bytes: u64, stream: Stream) -> u64 {
         let (device, seed) = (place.key.0, self.new_number());
-        if stream.is_none() || std::mem::take(&mut self.devices[device].has_retired) {
-            self.synchronise(device);
-        }
-        if !self.is_dead(device) {
-            for other in self.devices[device].streams.clone() {
-                if !stream.is_none() && other != stream {
-                    self.order(device, other, stream);
-                }
-            }
-        }
+        self.come_behind_all(device, stream);
         let target = place.vbar.base().offset(place.range.start);
         self.write(device, (target, bytes), seed, stream);
         let residency = place.vbar.residency();
@@ -248,6 +239,21 @@ impl World {
             *committed = seed;
         }
         seed
+    }
+
+    /// What comes on a stream from now on comes behind all that was enqueued.
+    pub(crate) fn come_behind_all(&mut self, device: usize, stream: Stream) {
+        if stream.is_none() || std::mem::take(&mut self.devices[device].has_retired) {
+            self.synchronise(device);
+        }
+        if stream.is_none() || self.is_dead(device) {
+            return;
+        }
+        for other in self.devices[device].streams.clone() {
+            if other != stream {
+                self.order(device, other, stream);
+            }
+        }
     }
 
     /// Pages that were not lost since they were written have their bytes from the stream that wrote
