@@ -1,7 +1,8 @@
-"""Hooks of the build: the version of Cargo.toml, and the native library with its platform.
+"""Hooks of the build: the version of Cargo.toml, the native library and the program ``vbar``.
 
-The library is built by cargo from the repository that this folder is in, unless the environment
-variable ``VBAR_BUILD_LIBRARY`` names one that was built already.
+Both are built by cargo from the repository that this folder is in, unless the environment variable
+``VBAR_BUILD_LIBRARY`` names a library that was built already, and ``VBAR_BUILD_PROGRAM`` a program:
+with the first alone the wheel has no program.
 """
 
 from __future__ import annotations
@@ -57,30 +58,31 @@ class Metadata(MetadataHookInterface):
 
 
 class Build(BuildHookInterface[Any]):
-    """The library, and the platform that it runs on."""
+    """The library and the program, and the platform that they run on."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         if self.target_name != "wheel":
             stop("there is no source distribution of this folder alone: build a wheel")
-        library = built_library()
-        platform, floor = platform_of(library)
+        library, program = built()
+        files = [library, program] if program else [library]
+        major, minor = max(map(glibc_of, files))
         build_data["pure_python"] = False
-        build_data["tag"] = f"py3-none-{platform}"
+        build_data["tag"] = f"py3-none-manylinux_{major}_{minor}_{os.uname().machine}"
+        if program:
+            build_data["shared_scripts"][str(program)] = "vbar"
         if version == "editable":
             # The package stays where it is, and looks for the library beside itself.
             shutil.copy(library, FOLDER / "vbar/libvbar.so")
         else:
             build_data["force_include"][str(library)] = "vbar/libvbar.so"
-        self.app.display_info(f"libvbar.so needs glibc {floor} or newer")
+        self.app.display_info(f"the wheel needs glibc {major}.{minor} or newer")
 
 
-def built_library() -> pathlib.Path:
-    named = os.environ.get("VBAR_BUILD_LIBRARY")
-    if named:
-        library = pathlib.Path(named).resolve()
-        if not library.is_file():
-            stop(f"VBAR_BUILD_LIBRARY is {named}, which is no file")
-        return library
+def built() -> tuple[pathlib.Path, pathlib.Path | None]:
+    """The library, and the program if there is to be one."""
+    library, program = named("VBAR_BUILD_LIBRARY"), named("VBAR_BUILD_PROGRAM")
+    if library:
+        return library, program
     root = crate_root()
     cargo = shutil.which("cargo")
     if cargo is None:
@@ -88,39 +90,50 @@ def built_library() -> pathlib.Path:
             "cargo was not found, which builds its native library. Install Rust with rustup "
             "(https://rustup.rs), or install the wheel, which needs no compiler"
         )
-    return compile_library(cargo, root)
+    # The library without what only the program needs.
+    library = compiled(cargo, root, "--lib", "--crate-type", "cdylib", "--no-default-features")
+    return library, program or compiled(cargo, root, "--bin", "vbar")
 
 
-def compile_library(cargo: str, root: pathlib.Path) -> pathlib.Path:
-    """Builds the library without symbols, and without what only the program needs."""
-    command = [cargo, "rustc", "--release", "--locked", "--lib", "--crate-type", "cdylib"]
-    command += ["--no-default-features", "--message-format", "json-render-diagnostics"]
-    command += ["--", "-C", "strip=symbols"]
+def named(variable: str) -> pathlib.Path | None:
+    """The file that a variable of the environment names."""
+    value = os.environ.get(variable)
+    if not value:
+        return None
+    file = pathlib.Path(value).resolve()
+    if not file.is_file():
+        stop(f"{variable} is {value}, which is no file")
+    return file
+
+
+def compiled(cargo: str, root: pathlib.Path, *what: str) -> pathlib.Path:
+    """What cargo builds without symbols: a library for C, or a program."""
+    command = [cargo, "rustc", "--release", "--locked", *what]
+    command += ["--message-format", "json-render-diagnostics", "--", "-C", "strip=symbols"]
     done = subprocess.run(command, cwd=root, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode:
-        stop(f"{' '.join(command[:3])} failed; what it said is above")
+        stop(f"{' '.join(command[:5])} failed; what it said is above")
     for line in done.stdout.splitlines():
         message = json.loads(line)
         if message.get("reason") == "compiler-artifact" and message["target"]["name"] == "vbar":
             for file in message["filenames"]:
-                if file.endswith(".so"):
+                if file.endswith(".so") or file == message["executable"]:
                     return pathlib.Path(file)
-    stop("cargo said nothing of a library")
+    stop(f"cargo said nothing of what {' '.join(command[:5])} built")
 
 
-def platform_of(library: pathlib.Path) -> tuple[str, str]:
-    """The platform tag by the newest glibc symbols that the library needs, and that version."""
+def glibc_of(file: pathlib.Path) -> tuple[int, int]:
+    """The newest version of glibc whose symbols a library or program needs."""
     objdump = shutil.which("objdump")
     if objdump is None:
         stop("objdump was not found, which tells the glibc that the library needs: get binutils")
     told = subprocess.run(
-        [objdump, "-p", library], env={**os.environ, "LC_ALL": "C"}, capture_output=True, text=True
+        [objdump, "-p", file], env={**os.environ, "LC_ALL": "C"}, capture_output=True, text=True
     )
     if told.returncode:
-        stop(f"{library} is no library: {told.stderr.strip()}")
+        stop(f"{file} is no library: {told.stderr.strip()}")
     foreign = set(re.findall(r"NEEDED\s+(\S+)", told.stdout)) - SYSTEM_LIBRARIES
     if foreign:
-        stop(f"{library} needs {', '.join(sorted(foreign))}, which not every system has")
+        stop(f"{file} needs {', '.join(sorted(foreign))}, which not every system has")
     versions = re.findall(r"\bGLIBC_(\d+)\.(\d+)", told.stdout)
-    major, minor = max((int(major), int(minor)) for major, minor in versions)
-    return f"manylinux_{major}_{minor}_{os.uname().machine}", f"{major}.{minor}"
+    return max((int(major), int(minor)) for major, minor in versions)

@@ -53,7 +53,8 @@ class Wheel(unittest.TestCase):
     def test_the_name_says_the_platform_that_the_library_needs(self):
         with zipfile.ZipFile(WHEEL) as archive:
             archive.extract("vbar/libvbar.so", self.folder)
-        told = run("readelf", "-V", self.folder / "vbar/libvbar.so", LC_ALL="C").stdout
+        files = (self.folder / "vbar/libvbar.so", self.folder / "installed/bin/vbar")
+        told = run("readelf", "-V", *files, LC_ALL="C").stdout
         needs = re.findall(r"Name: GLIBC_(\d+)\.(\d+)", told)
         major, minor = max((int(major), int(minor)) for major, minor in needs)
         version = re.search(r'^version = "(.+)"$', (ROOT / "Cargo.toml").read_text(), re.M)[1]
@@ -96,12 +97,23 @@ class Wheel(unittest.TestCase):
         where = run(self.python, "-c", "import vbar; print(vbar.__file__); vbar.load()")
         self.assertIn(str(self.folder), where.stdout)
 
+    def test_it_brings_the_program(self):
+        program = self.folder / "installed/bin/vbar"
+        self.assertLess(program.stat().st_size, 24 << 20, "a program that is stripped is smaller")
+        version = run(self.python, "-c", "import vbar; print(vbar.version())").stdout
+        self.assertEqual(run(program, "--version").stdout.split()[-1], version.split()[-1])
+        # The library of the same wheel, and a device: 1 is a machine that is not fit, which is told.
+        done = run(program, "doctor", "--json", VBAR_DRIVER="sim:capacity=1G")
+        self.assertIn(done.returncode, (0, 1), done.stdout)
+        self.assertIn('"', done.stdout)
+
     def test_it_is_uninstalled_without_a_rest(self):
         python = self.new_python("uninstalled")
         self.assertEqual(run(python, "-m", "pip", "install", "--no-index", WHEEL).returncode, 0)
         done = run(python, "-m", "pip", "uninstall", "--yes", "vbar-cuda")
         self.assertEqual(done.returncode, 0, done.stdout)
         self.assertEqual(run(python, "-c", "import vbar").returncode, 1)
+        self.assertFalse((self.folder / "uninstalled/bin/vbar").exists())
 
     def test_types_are_known_to_checkers(self):
         done = run(self.python, "-c", "import vbar, inspect; print(inspect.signature(vbar.Device))")
@@ -155,6 +167,15 @@ class Folder(unittest.TestCase):
         self.assertEqual(done.returncode, 0, done.stdout)
         done = run(self.python, "-c", "import vbar; print(vbar.version())")
         self.assertEqual(done.returncode, 0, done.stdout)
+        self.assertFalse((self.folder / "venv/bin/vbar").exists(), "none was named")
+
+    def test_a_program_that_is_no_file_is_refused(self):
+        library = str(next((WHEEL.parent).glob("*.whl")))
+        done = self.install(
+            ROOT / "python_shim", VBAR_BUILD_LIBRARY=library, VBAR_BUILD_PROGRAM="/nonexistent/vbar"
+        )
+        self.assertNotEqual(done.returncode, 0)
+        self.assertIn("VBAR_BUILD_PROGRAM is /nonexistent/vbar, which is no file", done.stdout)
 
 
 if __name__ == "__main__":
