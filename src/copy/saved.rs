@@ -45,7 +45,10 @@ impl Filler {
         let large = self.window_to_save(whole.max(WINDOW_BYTES));
         let window = large.or_else(|_| self.window_to_save(whole));
         // One step: the housekeeping gives back what nobody has a part of.
-        let window = window.map_err(|error| refuse(&error.to_string()))?;
+        let window = window.map_err(|error| match self.device.is_lost() {
+            true => error,
+            false => refuse(&error.to_string()),
+        })?;
         self.saved.add_for(window, length).ok_or_else(|| refuse("it does not fit a window"))
     }
 
@@ -56,7 +59,13 @@ impl Filler {
         let _wait = self.device.wait(WaitKind::Register);
         let locked = usize::try_from(bytes)
             .map_err(|_| Error::new(ErrorCode::HostMemory, "more than there are addresses"))
-            .and_then(|bytes| locked::lock_window(&self.device.driver, bytes));
+            .and_then(|bytes| locked::map_window(&self.device.driver, bytes))
+            .and_then(|slot| {
+                let span = trace::span(Kind::Register).bytes(bytes);
+                let locked = self.device.retry(|| slot.register());
+                drop(span);
+                locked.map(|()| slot).map_err(|error| self.device.note(error.into()))
+            });
         locked.inspect_err(|_| self.room.release(bytes))
     }
 
