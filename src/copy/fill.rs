@@ -21,7 +21,7 @@ use crate::copy::pipeline::Pipeline;
 use crate::copy::readers::Readers;
 use crate::copy::registered::Registered;
 use crate::copy::staging::Staging;
-use crate::copy::windows::Windows;
+use crate::copy::windows::{Windows, register};
 use crate::driver::DriverCode;
 use crate::error::{Error, Result};
 use crate::host::bound::Bound;
@@ -514,19 +514,6 @@ fn bytes_of(windows: &[LockedSlot]) -> u64 {
     windows.iter().map(|window| window.len() as u64).sum()
 }
 
-/// Registers memory on a thread of the library's own.
-pub(super) fn register(
-    device: &Device,
-    register: impl FnMut() -> crate::driver::DriverResult<()>,
-) -> Result<()> {
-    let _work = process::work().ok_or_else(|| {
-        Error::new(crate::error::ErrorCode::ProcessEnding, "the process is ending")
-    })?;
-    let _scope = device.enter()?;
-    let _wait = device.wait(WaitKind::Register);
-    device.retry(register).map_err(|error| device.note(error.into()))
-}
-
 /// The ring, as large as the host has memory for; and whether that it has none was told.
 fn make_ring(
     device: &Device,
@@ -554,7 +541,7 @@ fn make_ring(
         match locked::lock_window(&device.driver, slot_bytes) {
             Ok(slot) => slots.push(slot),
             Err(error) => {
-                tell_slower(&error);
+                tell_slower(&device.note(error));
                 told = true;
             }
         }

@@ -13,7 +13,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crate::copy::cache::{Key, WindowLease};
-use crate::copy::fill::{FillJob, Filler, Keep, register};
+use crate::copy::fill::{FillJob, Filler, Keep};
 use crate::copy::gpu_clock::CopyTold;
 use crate::copy::pace::Came;
 use crate::copy::place::Place;
@@ -22,6 +22,7 @@ use crate::copy::registered::Copied;
 use crate::copy::span::{
     After, Cut, FileSource, Origin, PieceRead, Span, SpanRead, Way, direct_copies, pieces,
 };
+use crate::copy::windows::register;
 use crate::counters;
 use crate::driver::{DriverCode, DriverError, DriverResult};
 use crate::error::{Error, ErrorCode, Result};

@@ -16,9 +16,9 @@ use std::sync::{Arc, OnceLock, Weak};
 use std::time::{Duration, Instant};
 
 use crate::copy::cache::{Cache, Key, Surplus};
-use crate::copy::fill::register;
 use crate::copy::trial::Trial;
 use crate::copy::warmth::{Verdict, Warmth};
+use crate::copy::windows::register;
 use crate::driver::DeviceAttribute;
 use crate::error::{Error, ErrorCode};
 use crate::host::file_pages::{Cached, FileWindow};

@@ -47,7 +47,8 @@ impl Filler {
         let whole = whole.ok_or_else(|| refuse("more than there are addresses"))?;
         let part = self.lock_to_save(length, whole);
         part.map_err(|error| match error.code() {
-            ErrorCode::HostMemory => refuse(&error.to_string()),
+            // What the driver does not lock is memory that there is not, if the device is well.
+            ErrorCode::HostMemory | ErrorCode::Driver => refuse(&error.to_string()),
             _ => error,
         })
     }
@@ -61,7 +62,7 @@ impl Filler {
                 return Ok(part);
             }
             if let Some(error) = self.windows.refused(&asked, whole) {
-                return Err(Error::new(ErrorCode::HostMemory, error.to_string()));
+                return Err(error);
             }
         }
         // A small one where there is no room for many.
@@ -80,8 +81,14 @@ impl Filler {
 
     fn window_to_save(&self, bytes: u64) -> Result<LockedSlot> {
         hold(&self.room, bytes)?;
-        let locked =
-            length_of(bytes).and_then(|bytes| locked::lock_window(&self.device.driver, bytes));
+        let locked = length_of(bytes)
+            .and_then(|length| locked::map_window(&self.device.driver, length))
+            .and_then(|window| {
+                let span = trace::span(Kind::Register).bytes(bytes);
+                let locked = self.device.retry(|| window.register());
+                drop(span);
+                locked.map(|()| window).map_err(|error| self.device.note(error.into()))
+            });
         locked.inspect_err(|_| self.room.release(bytes))
     }
 

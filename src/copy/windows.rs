@@ -11,12 +11,14 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use crate::copy::fill::register;
 use crate::copy::readers::Readers;
+use crate::driver::DriverResult;
 use crate::error::{Error, ErrorCode, Result};
 use crate::host::carved::Carver;
 use crate::host::locked::{self, LockedSlot};
 use crate::host::room::LockedRoom;
+use crate::outcome::WaitKind;
+use crate::process;
 use crate::sync::device::Device;
 use crate::sync::{Condvar, Mutex};
 use crate::trace::{self, Kind};
@@ -194,4 +196,13 @@ pub(super) fn hold(room: &LockedRoom, bytes: u64) -> Result<()> {
 pub(super) fn length_of(bytes: u64) -> Result<usize> {
     let text = "more than there are addresses";
     usize::try_from(bytes).map_err(|_| Error::new(ErrorCode::HostMemory, text))
+}
+
+/// Registers memory on a thread of the library's own.
+pub(super) fn register(device: &Device, register: impl FnMut() -> DriverResult<()>) -> Result<()> {
+    let _work = process::work()
+        .ok_or_else(|| Error::new(ErrorCode::ProcessEnding, "the process is ending"))?;
+    let _scope = device.enter()?;
+    let _wait = device.wait(WaitKind::Register);
+    device.retry(register).map_err(|error| device.note(error.into()))
 }

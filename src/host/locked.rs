@@ -147,15 +147,14 @@ pub fn map_window(driver: &Arc<dyn Driver>, bytes: usize) -> Result<LockedSlot> 
 /// it.
 ///
 /// # Errors
-/// `HostMemory`, with the driver's code where it has one.
+/// `HostMemory` where it cannot be mapped; what the driver says where it does not lock it.
 pub fn lock_window(driver: &Arc<dyn Driver>, bytes: usize) -> Result<LockedSlot> {
     let slot = map_window(driver, bytes)?;
     let span = trace::span(Kind::Register).bytes(bytes as u64);
     let registered = slot.register();
     drop(span);
     registered.map(|()| slot).map_err(|error| {
-        let text = format!("a page-locked window of {bytes} bytes: {error}");
-        Error::new(ErrorCode::HostMemory, text)
+        Error::from(error).context(format_args!("a page-locked window of {bytes} bytes"))
     })
 }
 

@@ -52,7 +52,7 @@ struct Books {
 
 impl Scene {
     /// All work is done, and the library knows. Nothing fails here because it was told to.
-    fn settle(&self) {
+    pub(crate) fn settle(&self) {
         let World { sim, runtime, .. } = &self.world;
         sim.spare(|| {
             let _ = sim.ctx_synchronize();

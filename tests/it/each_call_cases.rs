@@ -9,9 +9,12 @@ use vbar::options::{Eviction, HostMapped, Poison, RuntimeOptions, Scrub};
 use vbar::torch::Allocator;
 use vbar::{ErrorCode, Fault, ModelBar, Result, Vbar};
 
-use vbar::driver::Driver;
+use vbar::driver::{Driver, KernelCall};
 
-use crate::world::{P, World};
+use crate::world::{P, World, pattern_bytes};
+
+/// The pattern that is saved.
+const SEED: u64 = 7;
 
 /// What an operation works on.
 pub(crate) struct Scene {
@@ -156,7 +159,67 @@ fn cached(scene: &mut Scene) {
     }
 }
 
+/// Writes two pages and saves them, whatever an earlier try came to.
+fn save(scene: &mut Scene) -> Result<Came> {
+    let (vbar, stream, sim) = (&scene.bars[0], scene.world.stream, &scene.world.sim);
+    vbar.drop_save(0..2 * P)?;
+    vbar.prepare_save(0..2 * P)?;
+    let Some(guard) = vbar.fault(0..2 * P, stream)?.resident() else { return Ok(Came::Refused) };
+    let (target, bytes, seed) = (guard.address(), guard.bytes(), SEED);
+    let call = KernelCall::Pattern { target, bytes, seed, delay_nanos: 0 };
+    // On a lost device it is not written, and the save says why.
+    let _ = sim.spare(|| sim.launch_kernel(call, stream));
+    let saved = vbar.save(0..2 * P, stream);
+    guard.unpin()?;
+    saved.map(|()| Came::Done)
+}
+
+fn save_and_lose(scene: &mut Scene) {
+    assert_eq!(save(scene).unwrap(), Came::Done);
+    scene.settle();
+    fill_other(scene);
+}
+
 pub(crate) const CASES: &[Case] = &[
+    Case {
+        name: "a range that is written and saved",
+        leaves: Leaves::Progress,
+        budget: 8,
+        change: same,
+        prepare: nothing,
+        act: save,
+    },
+    Case {
+        name: "saved bytes that come back",
+        leaves: Leaves::Progress,
+        budget: 4,
+        change: same,
+        prepare: save_and_lose,
+        act: |scene| {
+            scene.bars[0].prioritise()?;
+            let fault = scene.bars[0].fault(0..2 * P, scene.world.stream)?;
+            let Some(guard) = fault.resident() else { return Ok(Came::Refused) };
+            let (sim, stream) = (&scene.world.sim, scene.world.stream);
+            if sim.spare(|| sim.stream_synchronize(stream)).is_ok() {
+                let bytes = sim.read_bytes(guard.address(), 2 * P as usize).unwrap();
+                assert!(bytes == pattern_bytes(2 * P, SEED), "the bytes are others");
+            }
+            Ok(Came::Done)
+        },
+    },
+    Case {
+        name: "saved bytes that are dropped",
+        leaves: Leaves::Progress,
+        budget: 8,
+        change: same,
+        prepare: |scene| assert_eq!(save(scene).unwrap(), Came::Done),
+        act: |scene| {
+            scene.bars[0].drop_save(0..2 * P)?;
+            scene.world.runtime.trim_host(0)?;
+            let left = scene.world.runtime.statistics().locked.saved_bytes;
+            Ok(if left == 0 { Came::Done } else { Came::Refused })
+        },
+    },
     Case {
         name: "a fault of three pages",
         leaves: Leaves::Before,

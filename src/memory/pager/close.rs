@@ -42,7 +42,7 @@ impl Pager {
         if bar.note_closed() == Closer::First {
             self.start_closing(bar);
             self.tell_closed(bar);
-            self.forget_locked(bar, 0..bar.table.page_count());
+            self.forget_all_locked(bar);
         }
         self.tidy_closed(bar);
     }

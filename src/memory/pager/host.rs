@@ -54,11 +54,18 @@ impl Pager {
         }
     }
 
-    /// Drops pages from the page-locked cache: they stay on the device, or their VBAR is closed.
+    /// Drops pages from the page-locked cache: they stay on the device.
     pub fn forget_locked(&self, bar: &Bar, pages: impl Iterator<Item = u32>) {
         let Some(filler) = self.made_filler() else { return };
         for run in runs(pages) {
             filler.forget(bar.id, run);
+        }
+    }
+
+    /// As [`Pager::forget_locked`], of all pages of a VBAR: one range, however many there are.
+    pub(super) fn forget_all_locked(&self, bar: &Bar) {
+        if let Some(filler) = self.made_filler() {
+            filler.forget(bar.id, 0..bar.table.page_count());
         }
     }
 
