@@ -2,11 +2,10 @@
 //! order.
 //!
 //! A span begins when it has a place: its window in the cache, a new window where the pace lets it
-//! have one or it comes from the disk, or a slot of the ring.
-//! Its reading is handed to the threads, or done at once where there are none. The oldest span is
-//! ended first: its read is waited for, its files are compared with what they were, its copy is
-//! enqueued, and its place goes back with the fence's ticket. Whoever waits for a slot has none
-//! himself, so two batches never wait for each other.
+//! have one or it comes from the disk, or a slot of the ring. Its reading is handed to the threads,
+//! or done at once where there are none. The oldest span is ended first: its read is waited for,
+//! its files are compared with what they were, its copy is enqueued, and its place goes back with
+//! the fence's ticket. Whoever waits for a slot has none, so two batches never wait for each other.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
