@@ -170,6 +170,16 @@ enum class TorchRaise : std::uint32_t {
     out_of_memory_error = VBAR_TORCH_RAISE_OUT_OF_MEMORY_ERROR,
 };
 
+// What a program does with a memory graph.
+enum class TorchGraphStep : std::uint32_t {
+    enter = VBAR_TORCH_GRAPH_STEP_ENTER,
+    leave = VBAR_TORCH_GRAPH_STEP_LEAVE,
+    next = VBAR_TORCH_GRAPH_STEP_NEXT,
+    pause = VBAR_TORCH_GRAPH_STEP_PAUSE,
+    resume = VBAR_TORCH_GRAPH_STEP_RESUME,
+    abort = VBAR_TORCH_GRAPH_STEP_ABORT,
+};
+
 enum class TorchBlockState : std::uint32_t {
     allocated = VBAR_TORCH_BLOCK_STATE_ALLOCATED,
     awaiting_free = VBAR_TORCH_BLOCK_STATE_AWAITING_FREE,

@@ -428,7 +428,8 @@ impl Filler {
     }
 
     /// Gives memory back that was taken out of where it was; the scope is entered before that,
-    /// since the driver frees nothing without the context. Returns its bytes.
+    /// since the driver frees nothing without the context. Returns its bytes; what the driver does
+    /// not let go stays held.
     fn give_back(
         &self,
         _scope: &Scope<'_>,
@@ -438,9 +439,13 @@ impl Filler {
         if windows.is_empty() && pages.is_empty() {
             return 0;
         }
-        let bytes = bytes_of(&windows);
         let wait = self.device.wait(WaitKind::Register);
-        drop(windows);
+        let mut bytes = 0;
+        for window in windows {
+            let of_window = window.len() as u64;
+            let freed = window.free().map_err(|error| self.device.note(error.into()));
+            bytes += freed.map_or(0, |()| of_window);
+        }
         self.room.release(bytes);
         let bytes = bytes + self.registered.give_back(pages);
         drop(wait);
@@ -564,12 +569,15 @@ impl Drop for Filler {
         // The threads first: what they read may be in the ring or in windows.
         self.set_threads(Threads::Off);
         self.registered.shut(&self.cache);
-        if self.device.is_lost() {
+        // What the driver does not let go without the context, or the device may still read.
+        let leak = || {
             std::mem::forget(self.cache.take_out(Surplus::All, usize::MAX));
             std::mem::forget(self.saved.take_all());
             std::mem::forget(self.registered.take_out(Surplus::All, usize::MAX));
             self.host_copies.leak();
-            return;
+        };
+        if self.device.is_lost() {
+            return leak();
         }
         // Whoever closes has waited for the context: this ends at once.
         let mut end = || -> Result<()> {
@@ -585,7 +593,7 @@ impl Drop for Filler {
         };
         if let Err(error) = end() {
             log::warn!("closing the fill stream: {error}");
-            self.host_copies.leak();
+            leak();
         }
     }
 }

@@ -30,6 +30,8 @@ struct LockedMemory {
     window: Option<AnonymousMemory>,
     /// Whether the device may read it directly.
     locked: AtomicBool,
+    /// Whether the driver has been asked to let it go.
+    gone: bool,
 }
 
 // SAFETY: the memory belongs to no thread, and the slots made of it do not overlap.
@@ -62,25 +64,37 @@ impl LockedMemory {
         }
         given_back
     }
+
+    /// Once. What the driver does not let go the device may still read: it stays mapped.
+    fn free(&mut self) -> DriverResult<()> {
+        self.gone = true;
+        let locked = *self.locked.get_mut();
+        let mut freed = self.give_back();
+        if freed.is_err_and(|error| error.code.is_transient()) {
+            // Nobody will come again.
+            freed = self.give_back();
+        }
+        match freed {
+            Ok(()) => trace::unlock_bytes(if locked { self.bytes } else { 0 }),
+            Err(error) => {
+                log::warn!("page-locked memory was not freed: {error}");
+                std::mem::forget(self.window.take());
+            }
+        }
+        freed
+    }
 }
 
 impl Drop for LockedMemory {
     fn drop(&mut self) {
-        let locked = *self.locked.get_mut();
-        let mut freed = if process::ending() { None } else { Some(self.give_back()) };
-        if freed.is_some_and(|freed| freed.is_err_and(|error| error.code.is_transient())) {
-            // Nobody will come again.
-            freed = Some(self.give_back());
-        }
-        if let Some(Ok(())) = freed {
-            trace::unlock_bytes(if locked { self.bytes } else { 0 });
+        if self.gone {
             return;
         }
-        if let Some(Err(error)) = freed {
-            log::warn!("page-locked memory was not freed: {error}");
+        if process::ending() {
+            std::mem::forget(self.window.take());
+        } else {
+            let _told = self.free();
         }
-        // The device may still read what the driver has not let go.
-        std::mem::forget(self.window.take());
     }
 }
 
@@ -123,7 +137,8 @@ pub fn allocate(driver: &Arc<dyn Driver>, count: usize, bytes: usize) -> Result<
     own::enter(base);
     let driver = Arc::clone(driver);
     let locked = AtomicBool::new(true);
-    let memory = Arc::new(LockedMemory { driver, base, bytes: total, window: None, locked });
+    let memory =
+        Arc::new(LockedMemory { driver, base, bytes: total, window: None, locked, gone: false });
     Ok((0..count).map(|index| LockedSlot::new(&memory, index * bytes, bytes)).collect())
 }
 
@@ -139,7 +154,8 @@ pub fn map_window(driver: &Arc<dyn Driver>, bytes: usize) -> Result<LockedSlot> 
     let window = AnonymousMemory::map(bytes).map_err(|error| fail(error.to_string()))?;
     let base = window.base();
     let (driver, locked) = (Arc::clone(driver), AtomicBool::new(false));
-    let memory = Arc::new(LockedMemory { driver, base, bytes, window: Some(window), locked });
+    let memory =
+        Arc::new(LockedMemory { driver, base, bytes, window: Some(window), locked, gone: false });
     Ok(LockedSlot::new(&memory, 0, bytes))
 }
 
@@ -188,6 +204,14 @@ impl LockedSlot {
     /// What the driver says; the window is ordinary memory then.
     pub fn register(&self) -> DriverResult<()> {
         self.memory.register()
+    }
+
+    /// Gives the memory back if this is its last slot, the runtime's context current.
+    ///
+    /// # Errors
+    /// What the driver says; it keeps the memory then, and so does the process.
+    pub fn free(self) -> DriverResult<()> {
+        Arc::into_inner(self.memory).map_or(Ok(()), |mut memory| memory.free())
     }
 
     /// What locks the window later.
