@@ -293,6 +293,8 @@ template <class Change> static int loser(Change change) {
         CHECK(bar->fault(0, PAGE, sim.stream));
     }
     change(one, two);
+    // A page that is still in use is passed over while another one is not.
+    sim.stream.synchronize();
     const vbar::Bar three = sim.device.create_bar(PAGE);
     three.set_class(5);
     CHECK(three.fault(0, PAGE, sim.stream));
