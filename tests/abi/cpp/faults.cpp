@@ -293,7 +293,9 @@ template <class Change> static int loser(Change change) {
         CHECK(bar->fault(0, PAGE, sim.stream));
     }
     change(one, two);
-    // A page that is still in use is passed over while another one is not.
+    // A page whose last use no fence covers yet, or that is still in use, is passed over while
+    // another one is not: this records a fence behind both.
+    two.end_of_run(sim.stream);
     sim.stream.synchronize();
     const vbar::Bar three = sim.device.create_bar(PAGE);
     three.set_class(5);
