@@ -872,7 +872,7 @@ enum VbarTorchGraphStep
  {
   /*
    Begins a scope within those that are open: with the first one the calling thread's requests
-   for the graph's stream become the graph's.
+   for the graph's stream become the graph's. Scopes end with their thread, too.
    */
   VBAR_TORCH_GRAPH_STEP_ENTER = 1,
   /*

@@ -158,7 +158,14 @@ impl Task {
             Some(bytes) => large.or_else(|_| self.window(bytes)),
             None => large,
         };
-        window.map(|window| self.carver.add(window))
+        let window = window?;
+        if wanted.is_some() {
+            // Locking a large one takes longer than what is free is kept without use: the
+            // housekeeping would take it from whoever waits, time and again.
+            self.windows.note_use();
+        }
+        self.carver.add(window);
+        Ok(())
     }
 
     fn window(&self, bytes: u64) -> Result<LockedSlot> {
@@ -205,4 +212,40 @@ pub(super) fn register(device: &Device, register: impl FnMut() -> DriverResult<(
     let _scope = device.enter()?;
     let _wait = device.wait(WaitKind::Register);
     device.retry(register).map_err(|error| device.note(error.into()))
+}
+
+#[cfg(test)]
+#[cfg(not(vbar_loom))]
+mod tests {
+    use super::*;
+    use crate::driver::Driver;
+    use crate::driver::sim::{Sim, SimOptions};
+    use crate::host::mounts::SystemRoot;
+    use crate::options::RuntimeOptions;
+    use crate::units::DeviceOrdinal;
+
+    /// Else the housekeeping takes it from whoever waits, who has another one locked, and so on.
+    #[test]
+    fn what_somebody_waits_for_is_in_use_however_long_it_took_to_lock() {
+        let system = tempfile::tempdir().unwrap();
+        std::fs::create_dir(system.path().join("proc")).unwrap();
+        let text = "MemTotal: 33554432 kB\nMemAvailable: 30000000 kB\n";
+        std::fs::write(system.path().join("proc/meminfo"), text).unwrap();
+        let sim = Sim::new(SimOptions::parse("capacity=1M,granularity=64K").unwrap());
+        let context = sim.device_primary_ctx_retain(DeviceOrdinal(0)).unwrap();
+        let options = RuntimeOptions::default();
+        let device = Arc::new(Device::new(sim.driver(), DeviceOrdinal(0), context, options));
+        let room = Arc::new(LockedRoom::new(SystemRoot::new(system.path()), None));
+        let (carver, windows) = (Arc::<Carver>::default(), Arc::<Windows>::default());
+        // Asked for so long ago that nobody has had bytes since.
+        windows.state.lock().wanted = Some(2 * MIB);
+        assert!(windows.is_quiet());
+        let (room_of, carver_of) = (Arc::clone(&room), Arc::clone(&carver));
+        Task { windows: Arc::clone(&windows), device, room: room_of, carver: carver_of }.run();
+        assert!(carver.is_any_idle() && !windows.is_quiet());
+        assert_eq!(room.held_bytes(), carver.bytes());
+        sim.ctx_set_current(Some(context)).unwrap();
+        drop(carver.take_all());
+        assert_eq!((sim.locked_bytes(), sim.violations()), (0, vec![]));
+    }
 }

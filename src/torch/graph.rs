@@ -123,6 +123,14 @@ impl Graph {
         self.session.as_ref().is_some_and(|own| Arc::as_ptr(own) == session.as_ptr())
     }
 
+    /// Ends the scopes of a thread that has ended without: nobody else could, but by an abort.
+    pub(super) fn end_abandoned(&mut self) {
+        // The thread's own is the only weak one that stays.
+        if self.session.as_ref().is_some_and(|session| Arc::weak_count(session) == 0) {
+            self.close(Duration::ZERO);
+        }
+    }
+
     /// Whether requests of the pass that is under way are the graph's.
     pub(super) fn serves(&self) -> bool {
         self.pauses == 0 && self.at.is_some()
@@ -441,6 +449,7 @@ impl Core {
     pub(super) fn yield_graphs(&mut self, which: Yields) {
         for at in 0..self.graphs.len() as u32 {
             let Some(graph) = self.graphs[at as usize].as_mut() else { continue };
+            graph.end_abandoned();
             if !graph.yields(which) || graph.regions.is_empty() {
                 continue;
             }
@@ -468,7 +477,7 @@ impl Core {
                 uses.push(Used::ours(Stream::NONE, slot));
             }
         }
-        for (start, bytes) in self.pending.end_graph(at) {
+        for (start, bytes) in self.pending.end_graph(at, captured) {
             self.pages.add_live(start..start + bytes);
         }
         let free = graph.free.iter_mut().flat_map(|free| free.take_passed(|_| true));

@@ -3,7 +3,7 @@
 //! While scopes of a graph are open on a thread, what this thread asks for on the graph's stream is
 //! the graph's (`graph`), unless the graph is paused or a capture has a pool of its own for it. A
 //! request that the graph cannot serve is an ordinary one, and its scopes are broken: a graph makes
-//! no request fail.
+//! no request fail. Scopes end with their thread.
 //!
 //! Its pages stay while scopes are open, with their frames: that is what makes a repeated pass map
 //! nothing. Between, they go back when memory is short or the cache is emptied, and the graph
@@ -117,7 +117,10 @@ impl MemoryGraph {
 
     fn core(&self) -> Result<MutexGuard<'_, Core>> {
         process::check()?;
-        Ok(self.allocator.core.lock())
+        let mut core = self.allocator.core.lock();
+        let at = self.index(&core);
+        core.graph_mut(at).end_abandoned();
+        Ok(core)
     }
 
     fn index(&self, core: &Core) -> u32 {
@@ -320,6 +323,10 @@ impl Allocator {
             return None;
         }
         let id = self.id_in_graph(stream, &session)?;
+        if self.waiting.load(Relaxed) > 0 && !self.open.any() {
+            // What other streams used in the pass before has its known place again.
+            self.poll_pending();
+        }
         let offset = loop {
             let mut core = self.core.lock();
             let at = core.find_graph(|graph| graph.is_of(&session))?;

@@ -115,12 +115,14 @@ impl Pending {
         moved.for_each(|waiting| waiting.heap = into);
     }
 
-    /// Blocks of a memory graph are ordinary ones: where they start, and their bytes.
-    pub(super) fn end_graph(&mut self, graph: u32) -> Vec<(u64, u64)> {
+    /// Blocks of a memory graph are ordinary ones, after a ticket too: where they start, and their
+    /// bytes.
+    pub(super) fn end_graph(&mut self, graph: u32, after: Option<Ticket>) -> Vec<(u64, u64)> {
         let of_it = |(_, waiting): &(&u64, &mut Waiting)| waiting.sort == Sort::Graph(graph);
         let blocks = self.blocks.iter_mut().filter(of_it);
         let turned = blocks.map(|(offset, waiting)| {
             waiting.sort = Sort::Large;
+            waiting.tickets.extend(after);
             (*offset, waiting.bytes)
         });
         turned.collect()

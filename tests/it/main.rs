@@ -64,6 +64,7 @@ mod torch;
 mod torch_breaks;
 mod torch_breaks_more;
 mod torch_graphs;
+mod torch_graphs_more;
 mod torch_graphs_random;
 mod torch_memory;
 mod torch_more;

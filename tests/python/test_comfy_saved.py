@@ -430,6 +430,27 @@ class Changes(Saving):
         client.steps(second, 2)
         client.close()
 
+    def test_what_the_first_to_go_gave_is_asked_of_no_other(self):
+        client = self.start()
+        one, first = self.model([PAGE] * 9)
+        other, second = self.model([PAGE] * 9, 500)
+        for _ in range(3):
+            client.steps(first, 2)
+            client.steps(second, 2)
+            client.node()
+        client.steps(first)
+        before = one._saved.saved_bytes()
+        self.assertGreater(min(before, other._saved.saved_bytes()), 0)
+        other.deprioritize()
+        # As long as windows are not given back what is dropped is held.
+        told = dataclasses.replace(self.device.statistics(), locked_excess_bytes=PAGE)
+        with unittest.mock.patch.object(type(self.device), "statistics", lambda _: told):
+            self._context_looks_now()
+            one._saved._look()
+        self.assertEqual(other._saved.saved_bytes(), 0)
+        self.assertEqual(one._saved.saved_bytes(), before)
+        client.close()
+
     def test_where_memory_gets_short_copies_go_in_the_middle_of_a_node(self):
         client = self.start(threads=True)
         bar, weights = self.model([PAGE] * 12)

@@ -19,9 +19,11 @@ ORIGINAL = "lib = 'the original'\n\ndef init(*_, **__):\n    return True\n"
 #: In the order of ComfyUI's: variables, where PyTorch is, the package, its init, PyTorch, a use of
 #: CUDA, devices.
 MAIN = """
-    import importlib.util, logging, os, sys
+    import copy, importlib.util, logging, os, pickle, sys
     logging.basicConfig()
     found = importlib.util.find_spec("torch")
+    for other in (copy.copy(found), copy.deepcopy(found), pickle.loads(pickle.dumps(found))):
+        assert (other.origin, other.loader.get_filename("torch")) == (found.origin, found.origin)
     assert found.submodule_search_locations and found.loader.get_filename("torch") == found.origin
     assert __name__ == "__main__" and sys.modules["__main__"].__file__ == __file__
     assert "torch" not in sys.modules, "torch should never be imported before this point"
@@ -230,6 +232,24 @@ class Start(unittest.TestCase):
             assert bar.fault(*alloc[1:]) is not None
             bar.unpin(*alloc[1:])
             del bar, alloc
+        """)
+
+    def test_a_wrong_option_is_refused_at_once_and_not_in_the_import_of_pytorch(self):
+        self.check("""
+            import sys, vbar.comfy
+            path, finders = list(sys.path), list(sys.meta_path)
+            wrong = ({"pagesize": "2M"}, {"page_size": "two"}, {"page_size": []}, {"context": 1})
+            for options in wrong:
+                try:
+                    vbar.comfy.install(**options)
+                except (TypeError, ValueError) as error:
+                    assert next(iter(options)) in str(error), error
+                else:
+                    raise AssertionError(f"{options} was not refused")
+            assert (path, finders) == (sys.path, sys.meta_path)
+            vbar.comfy.install(page_size="2M")
+            import torch, vbar.torch
+            assert vbar.torch.is_installed() and vbar.torch.device(0).page_size == 2 << 20
         """)
 
     def test_too_late_for_cuda_is_refused_with_nothing_changed(self):

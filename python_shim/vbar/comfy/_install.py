@@ -6,16 +6,19 @@ import. So PyTorch gets its allocator at the end of its own import, whoever that
 
 from __future__ import annotations
 
+import copy
 import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import inspect
 import logging
 import pathlib
 import sys
 import threading
 from typing import Any, Sequence
 
+from .._device import options_of
 from .._errors import Error
 from . import _devices
 
@@ -46,7 +49,10 @@ def install(*, allocator: bool = True, **options: Any) -> None:
     Raises:
         InstallError: ``comfy_aimdo`` was imported already, or PyTorch cannot get its allocator any
             more: nothing is changed then.
+        TypeError, ValueError: an option is none of :func:`vbar.torch.configure`, or not as it
+            expects them: nothing is changed then.
     """
+    _check_options(options)
     with _lock:
         imported = sys.modules.get(_NAME)
         if imported is not None and not _is_ours(imported):
@@ -69,6 +75,14 @@ def install(*, allocator: bool = True, **options: Any) -> None:
 def is_installed() -> bool:
     """Whether ``import comfy_aimdo`` gives vbar's package in this process."""
     return _is_ours(sys.modules.get(_NAME))
+
+
+def _check_options(options: dict[str, Any]) -> None:
+    """What is wrong with them is raised here, and not into PyTorch's import."""
+    from .. import torch as of_torch
+
+    inspect.signature(of_torch.configure).bind(**options)
+    options_of(**options)
 
 
 def _is_ours(module: Any) -> bool:
@@ -134,6 +148,10 @@ class _Telling(importlib.abc.Loader):
     def __getattr__(self, name: str) -> Any:
         # Whoever only asks where PyTorch is may ask its loader for more.
         return getattr(self._loader, name)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # A copy is one of the real loader: nobody waits for what it loads.
+        return copy.copy, (self._loader,)
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> Any:
         return self._loader.create_module(spec)

@@ -254,28 +254,29 @@ class Saved:
         if now < context.looked_at + _LOOK:
             return
         context.looked_at = now
-        if context.device.statistics().locked_excess_bytes <= 0:
-            return
+        excess = context.device.statistics().locked_excess_bytes
         for bar in sorted(context.bars(), key=lambda bar: not bar._is_low):
             other = bar._saved
-            if other is not None:
+            if other is not None and excess > 0:
                 with other._lock:
                     saved = [unit for unit in other._units.values() if unit.saved]
-                other._drop_excess(saved, bar._is_low)
+                # What goes is held until its windows are given back: not told as gone so soon.
+                excess = other._drop_excess(saved, bar._is_low, excess)
 
     def _give_way(self, saved: list[Unit], is_first_to_go: bool) -> None:
-        if not self._drop_excess(saved, is_first_to_go):
-            return
         device = self._context.device
+        excess = device.statistics().locked_excess_bytes
+        if excess <= 0 or not saved:
+            return
+        self._drop_excess(saved, is_first_to_go, excess)
         told = device.statistics()
         device.trim_host(max(told.locked_bytes - told.locked_excess_bytes, 0))
 
-    def _drop_excess(self, saved: list[Unit], is_first_to_go: bool) -> bool:
-        """Drops copies, those of the highest bytes first, until no more is held than may be; whether
-        there was anything to drop."""
-        excess = self._context.device.statistics().locked_excess_bytes
-        if excess <= 0 or not saved:
-            return False
+    def _drop_excess(self, saved: list[Unit], is_first_to_go: bool, excess: int) -> int:
+        """Drops copies, those of the highest bytes first, until so many bytes went that were too
+        many; those that are too many still."""
+        if not saved:
+            return excess
         others = any(
             other is not self and other.has_saved() for other in map(_of, self._context.bars())
         )
@@ -289,7 +290,7 @@ class Saved:
                     excess -= sum(piece.key[1] for piece in unit.pieces if piece.saved)
                     self._drop(unit)
             self._full_at = self._context.epoch
-        return True
+        return excess
 
     def has_saved(self) -> bool:
         return any(unit.saved for unit in list(self._units.values()))

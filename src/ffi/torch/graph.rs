@@ -26,7 +26,7 @@ pub struct VbarTorchGraph {
 #[repr(u32)]
 pub enum VbarTorchGraphStep {
     /// Begins a scope within those that are open: with the first one the calling thread's requests
-    /// for the graph's stream become the graph's.
+    /// for the graph's stream become the graph's. Scopes end with their thread, too.
     Enter = 1,
     /// Ends the innermost scope.
     Leave = 2,
