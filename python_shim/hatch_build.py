@@ -116,8 +116,10 @@ def compiled(cargo: str, root: pathlib.Path, *what: str) -> pathlib.Path:
     for line in done.stdout.splitlines():
         message = json.loads(line)
         if message.get("reason") == "compiler-artifact" and message["target"]["name"] == "vbar":
+            # A program is built with the library that it is a program of.
+            is_program = "--bin" in what
             for file in message["filenames"]:
-                if file.endswith(".so") or file == message["executable"]:
+                if file == message["executable"] if is_program else file.endswith(".so"):
                     return pathlib.Path(file)
     stop(f"cargo said nothing of what {' '.join(command[:5])} built")
 
