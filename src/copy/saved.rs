@@ -10,10 +10,10 @@ use std::sync::Arc;
 
 use crate::copy::fill::Filler;
 use crate::copy::transfer::OnStream;
-use crate::copy::windows::{AHEAD_BYTES, Asked, WINDOW_BYTES, hold, length_of};
+use crate::copy::windows::{AHEAD_BYTES, Asked, WINDOW_BYTES, length_of, window};
 use crate::error::{Error, ErrorCode, Result};
 use crate::host::carved::Part;
-use crate::host::locked::{self, LockedSlot};
+use crate::host::locked::LockedSlot;
 use crate::host::memory::HostMemory;
 use crate::outcome::WaitKind;
 use crate::sync::ticket::Ticket;
@@ -80,16 +80,11 @@ impl Filler {
     }
 
     fn window_to_save(&self, bytes: u64) -> Result<LockedSlot> {
-        hold(&self.room, bytes)?;
-        let locked = length_of(bytes)
-            .and_then(|length| locked::map_window(&self.device.driver, length))
-            .and_then(|window| {
-                let span = trace::span(Kind::Register).bytes(bytes);
-                let locked = self.device.retry(|| window.register());
-                drop(span);
-                locked.map(|()| window).map_err(|error| self.device.note(error.into()))
-            });
-        locked.inspect_err(|_| self.room.release(bytes))
+        window(&self.device, &self.room, bytes, |window| {
+            let _span = trace::span(Kind::Register).bytes(bytes);
+            let locked = self.device.retry(|| window.register());
+            locked.map_err(|error| self.device.note(error.into()))
+        })
     }
 
     /// Enqueues the copy of a range of the device to its room, on a stream; the context is current.

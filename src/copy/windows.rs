@@ -169,16 +169,12 @@ impl Task {
     }
 
     fn window(&self, bytes: u64) -> Result<LockedSlot> {
-        hold(&self.room, bytes)?;
         let _span = trace::span(Kind::Register).bytes(bytes);
-        let locked = length_of(bytes)
-            .and_then(|length| locked::map_window(&self.device.driver, length))
-            .and_then(|mut window| {
-                // Locking stops launches: for memory that was touched a fifth as long.
-                window.bytes_mut().chunks_mut(OS_PAGE).for_each(|page| page[0] = 0);
-                register(&self.device, || window.register()).map(|()| window)
-            });
-        locked.inspect_err(|_| self.room.release(bytes))
+        window(&self.device, &self.room, bytes, |window| {
+            // Locking stops launches: for memory that was touched a fifth as long.
+            window.bytes_mut().chunks_mut(OS_PAGE).for_each(|page| page[0] = 0);
+            register(&self.device, || window.register())
+        })
     }
 }
 
@@ -192,12 +188,20 @@ impl Drop for Task {
     }
 }
 
-/// Holds the bytes of a window, before it is locked.
-pub(super) fn hold(room: &LockedRoom, bytes: u64) -> Result<()> {
+/// A window that `lock` locks; its bytes are held before that.
+pub(super) fn window(
+    device: &Device,
+    room: &LockedRoom,
+    bytes: u64,
+    lock: impl FnOnce(&mut LockedSlot) -> Result<()>,
+) -> Result<LockedSlot> {
     if room.is_short() || !room.try_hold(bytes) {
         return Err(Error::new(ErrorCode::HostMemory, "no more may be page-locked"));
     }
-    Ok(())
+    let locked = length_of(bytes)
+        .and_then(|length| locked::map_window(&device.driver, length))
+        .and_then(|mut window| lock(&mut window).map(|()| window));
+    locked.inspect_err(|_| room.release(bytes))
 }
 
 pub(super) fn length_of(bytes: u64) -> Result<usize> {
