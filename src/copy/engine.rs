@@ -9,6 +9,7 @@
 
 mod course;
 mod drift;
+mod fewest;
 mod meter;
 mod notes;
 mod plan;
