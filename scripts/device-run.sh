@@ -237,7 +237,7 @@ due() {
     } &
     wait
     # These fill it, compare what is free, or measure; first those that had no time the last time.
-    due_tests comfy 120 test_comfy_gpu.py
+    due_tests comfy 240 test_comfy_gpu.py
     due_tests comfy-graph 90 test_comfy_graph_gpu.py
     due_tests torch-large 120 test_torch_memory_gpu.py Large
     due_step torch-stream-bench 120 python3 -u benches/torch_stream.py --quick

@@ -13,6 +13,9 @@ import unittest.mock
 
 from support import ROOT
 
+sys.path.insert(0, str(ROOT / "benches"))
+import comfy_absent  # noqa: E402
+
 _SPEC = importlib.util.spec_from_file_location("bench_comfy", ROOT / "benches/comfy.py")
 bench = importlib.util.module_from_spec(_SPEC)
 _SPEC.loader.exec_module(bench)
@@ -21,7 +24,7 @@ GIB = 1 << 30
 
 def found(**changes):
     told = dict(
-        seconds=0.5, all=[0.5, 0.6], load=1.0, first=2.0, cold=3.0, outputs=["x"],
+        seconds=0.5, all=[0.5, 0.6], load=1.0, first=2.0, cold=3.0, outputs=[["x"]] * 5, apart=0.0,
         held_bytes=GIB, context_bytes=GIB // 2, resident_bytes=GIB, growth_bytes=0,
         weight_bytes=7 * GIB, tensor_bytes=GIB // 4, samples=1,
     )
@@ -82,7 +85,8 @@ class Bench(unittest.TestCase):
 
     def test_what_is_wrong_fails_it_and_the_rest_is_measured(self):
         for answer, words in (
-            (found(outputs=["y"]), "the outputs are not those of the plain run"),
+            (found(outputs=[["y"], *[["x"]] * 4]), "the cold output is not that of the plain run"),
+            (found(outputs=[["x"], ["x"], ["y"]]), "the outputs are not those of the plain run"),
             (found(held_bytes=4 * GIB), "4.50 GiB were held, 0.50 of that by the context"),
             (found(growth_bytes=65 << 20), "grew by 65 MiB"),
             ({"died": "ended with 1: no memory"}, "ended with 1: no memory"),
@@ -92,6 +96,19 @@ class Bench(unittest.TestCase):
             self.assertIn(f"FAILED: flux, ours, 4: {words}", printed)
         code, printed, asked = self.run_bench({("flux", "none", None): {"died": "x"}})
         self.assertEqual((code, len(asked)), (1, 2), printed)
+
+    def test_a_plain_run_that_differs_from_itself_is_told(self):
+        several = found(outputs=[["x"], ["x"], ["y"]], apart=0.25)
+        answers = {("flux", "none", None): several}
+        code, printed, _ = self.run_bench(answers, caps="4")
+        self.assertEqual(code, 1)
+        self.assertIn("plain: the same run has several outputs, 0.25 apart", printed)
+        # One whose cold run alone is another is what the others are compared with.
+        alike = found(outputs=[["z"], ["x"], ["x"]])
+        answers = {("flux", kind, cap): alike
+                   for kind, cap in (("none", None), ("ours", 4.0), ("original", 4.0))}
+        code, printed, _ = self.run_bench(answers, caps="4")
+        self.assertEqual((code, "FAILED" in printed), (0, False), printed)
 
     def test_no_measurement_begins_when_the_time_is_over(self):
         code, printed, asked = self.run_bench(seconds=-1.0, cases="flux,lora")
@@ -145,9 +162,9 @@ class Bench(unittest.TestCase):
         self.assertEqual(floor, max(0.5, min(4 * 8, 2 * (3.5 + 0.5 * 7)) / 50))
 
     def test_what_is_absent_is_made_up_and_may_not_be_used(self):
-        finder = bench.Absent()
-        real = bench.ABSENT
-        bench.ABSENT = ("no_such_package",)
+        finder = comfy_absent.Absent()
+        real = comfy_absent.ABSENT
+        comfy_absent.ABSENT = ("no_such_package",)
         sys.meta_path.append(finder)
         try:
             with contextlib.redirect_stderr(io.StringIO()) as said:
@@ -164,7 +181,7 @@ class Bench(unittest.TestCase):
                 import another_such_package  # noqa: F401
         finally:
             sys.meta_path.remove(finder)
-            bench.ABSENT = real
+            comfy_absent.ABSENT = real
 
 
 if __name__ == "__main__":
