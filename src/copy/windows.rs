@@ -14,6 +14,7 @@ use std::time::{Duration, Instant};
 use crate::copy::readers::Readers;
 use crate::driver::DriverResult;
 use crate::error::{Error, ErrorCode, Result};
+use crate::host::anonymous::HUGE_PAGE_BYTES;
 use crate::host::carved::Carver;
 use crate::host::locked::{self, LockedSlot};
 use crate::host::room::LockedRoom;
@@ -30,6 +31,10 @@ pub(super) const WINDOW_BYTES: u64 = 64 * MIB;
 pub(super) const AHEAD_BYTES: u64 = 2 * WINDOW_BYTES;
 /// A thread that touches memory does so once in each of these.
 const OS_PAGE: usize = 4096;
+/// Threads that touch a window.
+const TOUCHING_THREADS: usize = 4;
+/// The name of all but the first, as the operating system shows it.
+const TOUCHING_NAME: &str = "vbar touching";
 /// When nobody had bytes for so long, what is free is not kept for more.
 const QUIET_TIME: Duration = Duration::from_secs(5);
 /// What could not be locked ahead is not tried again before that.
@@ -172,7 +177,7 @@ impl Task {
         let _span = trace::span(Kind::Register).bytes(bytes);
         window(&self.device, &self.room, bytes, |window| {
             // Locking stops launches: for memory that was touched a fifth as long.
-            window.bytes_mut().chunks_mut(OS_PAGE).for_each(|page| page[0] = 0);
+            touch(window.bytes_mut());
             register(&self.device, || window.register())
         })
     }
@@ -186,6 +191,24 @@ impl Drop for Task {
         state.round += 1;
         self.windows.changed.notify_all();
     }
+}
+
+/// Has the operating system put memory behind bytes, several threads at once: one gets 4 GB/s of it
+/// where a machine is new to its memory, and a program writes faster. They have the signal mask of
+/// the caller's, a thread of the library's own.
+fn touch(bytes: &mut [u8]) {
+    let touch = |part: &mut [u8]| part.chunks_mut(OS_PAGE).for_each(|page| page[0] = 0);
+    let count = std::thread::available_parallelism().map_or(1, usize::from).min(TOUCHING_THREADS);
+    let mut parts = bytes.chunks_mut(bytes.len().div_ceil(count).next_multiple_of(HUGE_PAGE_BYTES));
+    let own = parts.next();
+    std::thread::scope(|scope| {
+        for part in parts {
+            // Where there is no thread to be had the driver touches it, in more time.
+            let thread = std::thread::Builder::new().name(TOUCHING_NAME.to_owned());
+            let _ = thread.spawn_scoped(scope, move || touch(part));
+        }
+        own.map(touch);
+    });
 }
 
 /// A window that `lock` locks; its bytes are held before that.
@@ -227,6 +250,16 @@ mod tests {
     use crate::host::mounts::SystemRoot;
     use crate::options::RuntimeOptions;
     use crate::units::DeviceOrdinal;
+
+    #[test]
+    fn every_page_of_a_window_is_touched() {
+        for bytes in [OS_PAGE, HUGE_PAGE_BYTES + OS_PAGE, 9 * HUGE_PAGE_BYTES, 64 * MIB as usize] {
+            let mut memory = vec![7; bytes];
+            touch(&mut memory);
+            let touched = memory.chunks(OS_PAGE).filter(|page| page[0] == 0 && page[1] == 7);
+            assert_eq!(touched.count(), bytes / OS_PAGE);
+        }
+    }
 
     /// Else the housekeeping takes it from whoever waits, who has another one locked, and so on.
     #[test]
