@@ -3,6 +3,8 @@
     check_wheel.py WHEEL
 
 Needs pip, and the registry for the build backend of the folder; nothing is skipped without them.
+WHEEL_TESTS="library header" has it run those files of tests only, where all of them have run with
+the sources of the same commit.
 """
 
 import concurrent.futures
@@ -88,6 +90,9 @@ class Wheel(unittest.TestCase):
         # What needs a GPU, and a benchmark of the repository that the wheel does not have.
         files = [file for file in files if not file.name.endswith(("_gpu.py", "_soak.py"))]
         self.assertGreater(len(files), 8)
+        if only := os.environ.get("WHEEL_TESTS", "").split():
+            named = {file.stem.removeprefix("test_"): file for file in files}
+            files = [named[name] for name in only]
         # They wait as much as they compute.
         with concurrent.futures.ThreadPoolExecutor(2) as pool:
             runs = list(pool.map(lambda file: run(self.python, file), files))
