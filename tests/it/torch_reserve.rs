@@ -249,7 +249,7 @@ fn weights_that_found_free_frames_are_counted_between_two_uses_of_the_same_memor
         let bytes = pages.start * P..pages.end * P;
         drop(rig.models[0].vbar().fault(bytes, rig.torch.world.stream).unwrap().resident());
     };
-    // With the page of the small block 19 that come back behind 16 weights, and 21 frames for weights.
+    // With the small block's page 19 pages, that come back behind 16 weights: 21 are for weights.
     rig.activate(&[18]);
     load(0..16);
     rig.activate(&[18]);
