@@ -575,7 +575,8 @@ enum VbarPageState
    */
   VBAR_PAGE_STATE_CLAIMED = 1,
   /*
-   It has a frame; its bytes, or the frame's former users, are on their way.
+   It has a frame; its bytes, or the frame's former users, are on their way. It counts as
+   loaded: what is enqueued behind a fault finds them.
    */
   VBAR_PAGE_STATE_ISSUED = 2,
   /*
@@ -2235,8 +2236,9 @@ VbarStatus vbar_bar_end_of_run(struct VbarBar bar,
                                uint32_t *pinned_count);
 
 /*
- Tells the state of `count` pages of a VBAR from `first` on. Statuses: the common ones.
- Thread-safe; each page is told as it was at some moment of the call.
+ Tells the state of `count` pages of a VBAR from `first` on; of those whose bytes were on their
+ way the driver is asked whether they have arrived. Statuses: the common ones. Thread-safe; each
+ page is told as it was at some moment of the call.
  `pages` has room for `count` elements.
  */
 VbarStatus vbar_bar_residency(struct VbarBar bar,

@@ -3,6 +3,7 @@
 //! Hits are counted in cells of a thread each, a cache line apart, so that threads do not slow one
 //! another; everything rarer is a plain atomic. Reading sums; numbers only ever grow.
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
@@ -145,6 +146,8 @@ pub struct Counters {
     pub misses: AtomicU64,
     /// Pages that got a frame.
     pub pages_mapped: AtomicU64,
+    /// Of those, pages of the device's memory that are no allocator's.
+    pub weights_mapped: Arc<AtomicU64>,
     /// Of those, pages that were fetched before a fault asked for them.
     pub pages_ahead: AtomicU64,
     /// Pages that lost their frame.

@@ -247,7 +247,11 @@ class Bar(Closeable):
         return info
 
     def residency(self, first: int = 0, count: int | None = None) -> list[Page]:
-        """The state of ``count`` pages from ``first`` on; ``None`` is up to the last."""
+        """The state of ``count`` pages from ``first`` on; ``None`` is up to the last.
+
+        Loaded are those that are ``RESIDENT`` and those that are ``ISSUED``, whose bytes are on
+        their way: what is enqueued behind a fault finds them.
+        """
         start = unsigned(first, "first", _U32_MAX)
         if count is None:
             count = max(self.page_count - start, 0)

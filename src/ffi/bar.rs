@@ -93,7 +93,8 @@ pub enum VbarPageState {
     Absent = 0,
     /// Getting its frame.
     Claimed = 1,
-    /// It has a frame; its bytes, or the frame's former users, are on their way.
+    /// It has a frame; its bytes, or the frame's former users, are on their way. It counts as
+    /// loaded: what is enqueued behind a fault finds them.
     Issued = 2,
     /// It has a frame, and everything before it is done.
     Resident = 3,
@@ -404,8 +405,9 @@ pub unsafe extern "C" fn vbar_bar_end_of_run(
     })
 }
 
-/// Tells the state of `count` pages of a VBAR from `first` on. Statuses: the common ones.
-/// Thread-safe; each page is told as it was at some moment of the call.
+/// Tells the state of `count` pages of a VBAR from `first` on; of those whose bytes were on their
+/// way the driver is asked whether they have arrived. Statuses: the common ones. Thread-safe; each
+/// page is told as it was at some moment of the call.
 ///
 /// # Safety
 /// `pages` has room for `count` elements.

@@ -233,7 +233,9 @@ impl Vbar {
         Ok(EndOfRun { held })
     }
 
-    /// Every page's state, from the first.
+    /// Every page's state, from the first. `Resident` where the bytes have arrived: the driver is
+    /// asked. A page is loaded from `Issued` on, whose bytes are there for whatever is enqueued
+    /// behind the fault.
     #[must_use]
     pub fn residency(&self) -> Vec<Residency> {
         self.residency_of(0..u32::MAX)
@@ -246,7 +248,8 @@ impl Vbar {
     }
 
     /// The first `limit` pages as characters: `.` absent, `f` filling, `i` on its way, `#`
-    /// resident, `P` pinned, `h` in the host's memory, `!` evicting, `X` quarantined.
+    /// resident, `P` pinned, `h` in the host's memory, `!` evicting, `X` quarantined. Nobody is
+    /// asked: `i` is what is not known to have arrived, as no fault has come for it since.
     #[must_use]
     pub fn draw(&self, limit: u32) -> String {
         vbar::draw(self.bar(), limit)

@@ -20,6 +20,7 @@ use super::graph::Graph;
 use super::moves::Moves;
 use super::pages::{Pages, Use};
 use super::pending::{Pending, Used};
+use super::reserve::Reserve;
 use super::slabs::{CLASS_COUNT, GRAIN, Slab, class_max};
 use super::small::NO_SLAB;
 use super::statistics::{AllocatorStatistics, Kind, PoolId};
@@ -211,10 +212,10 @@ pub(super) struct Core {
 }
 
 impl Core {
-    pub(super) fn new(page_bytes: u64, page_count: u32) -> Self {
+    pub(super) fn new(page_bytes: u64, page_count: u32, reserve: Reserve) -> Self {
         Self {
             geometry: Geometry::new(page_bytes),
-            pages: Pages::new(page_count, page_bytes.trailing_zeros()),
+            pages: Pages::new(page_count, page_bytes.trailing_zeros(), reserve),
             live: ByOffset::with_capacity_and_hasher(4096, Default::default()),
             slabs: Vec::new(),
             vacant_slabs: Vec::new(),

@@ -77,6 +77,7 @@ use graphs::Graphs;
 use heap::{Core, ORDINARY};
 use pools::OpenPools;
 use record::Recorder;
+use reserve::Reserve;
 
 /// Says which streams allocate from a graph pool while it is open. Called with no lock held.
 pub type PoolFilter = Box<dyn Fn(Stream) -> bool + Send + Sync>;
@@ -155,9 +156,10 @@ impl Allocator {
             None => (pager.create_bar(wanted, false)?, Some(Direct::default())),
         };
         let page_bytes = arena.page_size.bytes();
+        let reserve = Reserve::new(Arc::clone(&pager.device.counters.weights_mapped));
         let allocator = Arc::new(Self {
             base: if direct.is_some() { 0 } else { arena.space.base.0 },
-            core: Mutex::new(Core::new(page_bytes, arena.table.page_count())),
+            core: Mutex::new(Core::new(page_bytes, arena.table.page_count(), reserve)),
             direct,
             pager,
             arena,

@@ -47,16 +47,13 @@ pub(super) struct Pages {
     mapped: u64,
     /// Of those, the ones with something live.
     used: u64,
-    /// Pages that have got a frame so far, as often as they got one.
-    mapped_so_far: u64,
     pub(super) reserve: Reserve,
 }
 
 impl Pages {
     /// `count` pages of `1 << shift` bytes, none of them mapped.
-    pub(super) fn new(count: u32, shift: u32) -> Self {
-        let reserve = Reserve::default();
-        Self { pages: Vec::new(), shift, count, mapped: 0, used: 0, mapped_so_far: 0, reserve }
+    pub(super) fn new(count: u32, shift: u32, reserve: Reserve) -> Self {
+        Self { pages: Vec::new(), shift, count, mapped: 0, used: 0, reserve }
     }
 
     /// Pages of the arena.
@@ -72,11 +69,6 @@ impl Pages {
     /// Pages that are mapped, or about to be.
     pub(super) fn mapped(&self) -> u64 {
         self.mapped
-    }
-
-    /// Pages that have got a frame so far, as often as they got one.
-    pub(super) fn mapped_so_far(&self) -> u64 {
-        self.mapped_so_far
     }
 
     /// Mapped pages with something live.
@@ -170,7 +162,6 @@ impl Pages {
         let entry = self.page_mut(page);
         debug_assert_eq!(entry.used_for, Use::Mapping);
         (entry.used_for, entry.generation) = (for_, generation);
-        self.mapped_so_far += 1;
         self.joined(page)
     }
 
@@ -242,7 +233,7 @@ mod tests {
 
     #[test]
     fn runs_of_mapped_pages_are_counted_as_they_join_and_part() {
-        let mut pages = Pages::new(100, 12);
+        let mut pages = Pages::new(100, 12, Reserve::default());
         let mut runs = 0;
         for page in [3, 5, 4, 9] {
             pages.start_mapping(page, 0);

@@ -70,13 +70,7 @@ impl Allocator {
                 let spare = mapped.saturating_sub(core.pages.reserve.pages(now, used));
                 spare.min(asked.unwrap_or(u64::MAX))
             }
-            Asks::Weights => {
-                // All pages that got a frame, less those of the arena.
-                let all = self.pager.device.counters.pages_mapped.load(Relaxed);
-                let loaded = all.saturating_sub(core.pages.mapped_so_far());
-                core.pages.reserve.note_loaded(loaded);
-                core.pages.reserve.for_weights(now, (used, mapped), budget, asked)
-            }
+            Asks::Weights => core.pages.reserve.for_weights(now, (used, mapped), budget, asked),
         }
     }
 

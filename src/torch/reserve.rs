@@ -17,6 +17,8 @@
 //! * Frames that move within the cache ([`Reserve::pages`]) leave it what was in use at a time in
 //!   the last seconds: nobody loses by that. It bounds the other, too: what was idle for long goes.
 
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 /// A peak counts for one to two of these.
@@ -53,27 +55,34 @@ pub(super) struct Reserve {
     started: Duration,
     peak: u64,
     before: u64,
-    /// Pages that weights were loaded into so far.
-    loaded: u64,
+    /// Pages that weights were loaded into so far: the pager counts them. What it was when somebody
+    /// asked last is not enough: weights that find free frames ask nobody.
+    loaded: Arc<AtomicU64>,
     /// Of each number of pages, from 0.
     rises: Vec<Rises>,
 }
 
 impl Reserve {
+    /// `loaded` counts the pages that weights were loaded into.
+    pub(super) fn new(loaded: Arc<AtomicU64>) -> Self {
+        Self { loaded, ..Self::default() }
+    }
+
     /// So many pages are in use, one more than before.
     #[inline(always)]
     pub(super) fn observe(&mut self, used: u64) {
         self.peak = self.peak.max(used);
+        let loaded = self.loaded.load(Ordering::Relaxed);
         match self.rises.get_mut(used as usize) {
-            Some(rises) => rises.rise(self.loaded),
-            None => self.observe_first(used),
+            Some(rises) => rises.rise(loaded),
+            None => self.observe_first(used, loaded),
         }
     }
 
     #[cold]
-    fn observe_first(&mut self, used: u64) {
+    fn observe_first(&mut self, used: u64, loaded: u64) {
         self.rises.resize(used as usize + 1, NO_RISE);
-        self.rises[used as usize].rise(self.loaded);
+        self.rises[used as usize].rise(loaded);
     }
 
     /// Pages that may stay mapped at `now`, of which `used` are in use.
@@ -101,16 +110,12 @@ impl Reserve {
         let known = self.rises.len().saturating_sub(1) as u64;
         let lately = self.pages(now, used).min(known).max(used);
         let beyond = mapped.saturating_sub(lately).min(most);
-        let (loaded, rises) = (self.loaded + asked.unwrap_or(0), &self.rises);
+        let loaded = self.loaded.load(Ordering::Relaxed) + asked.unwrap_or(0);
+        let rises = &self.rises;
         let is_spare =
             |pages: &u64| !rises[*pages as usize].comes_back(loaded, budget.saturating_sub(*pages));
         let idle = (used + 1..=lately.min(mapped)).rev().filter(is_spare);
         beyond + idle.take((most - beyond) as usize).count() as u64
-    }
-
-    /// Weights were loaded into so many pages so far.
-    pub(super) fn note_loaded(&mut self, pages: u64) {
-        self.loaded = self.loaded.max(pages);
     }
 
     /// What was in use until now counts no more.
@@ -137,7 +142,7 @@ mod tests {
     }
 
     fn load(reserve: &mut Reserve, pages: u64) {
-        reserve.note_loaded(reserve.loaded + pages);
+        reserve.loaded.fetch_add(pages, Ordering::Relaxed);
     }
 
     #[test]

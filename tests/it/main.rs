@@ -66,6 +66,7 @@ mod torch_breaks_more;
 mod torch_graphs;
 mod torch_graphs_more;
 mod torch_graphs_random;
+mod torch_largest;
 mod torch_memory;
 mod torch_more;
 mod torch_peers;

@@ -3,12 +3,13 @@
 use std::time::Duration;
 
 use vbar::driver::sim::Verb;
-use vbar::driver::{CaptureMode, Driver, KernelCall};
+use vbar::driver::{CaptureMode, Driver, DriverCode, KernelCall};
 use vbar::memory::pager::HeldPins;
 use vbar::options::{ContextWaits, RuntimeOptions};
 use vbar::units::Stream;
 use vbar::{Allocation, AllocationFault, Fault, Reason, Vbar, WaitKind};
 
+use crate::engine_more::eventually;
 use crate::world::{P, ROOMY, World, budget_options, fault, pattern_sum, resident, resident_on};
 
 const DELAY: Duration = Duration::from_millis(1);
@@ -145,6 +146,40 @@ fn a_hit_on_a_late_page_needs_no_context_and_breaks_no_capture() {
     // The unpins of that thread were recorded: nothing waits for the context.
     assert_eq!(new.free_memory(P).unwrap().bytes, P);
     assert_eq!(world.runtime.statistics().waited(WaitKind::Context).count, 0);
+    world.check();
+}
+
+/// A residency map is of what is there, not of what somebody has noticed.
+#[test]
+fn a_residency_map_tells_of_bytes_that_have_arrived_and_breaks_no_capture() {
+    let world = World::budget(2);
+    let (old, new) = (world.vbar(2), world.vbar(2));
+    let (second, captured) = (world.another_stream(), world.another_stream());
+    world.sim.hold_stream(world.stream).unwrap();
+    let guard = resident(&world, &old, 0..2);
+    world.write(guard.address(), 2 * P, 3, world.stream);
+    drop(guard);
+    drop(resident_on(&new, 0..2, second));
+    let states = || new.residency().iter().map(|page| page.drawn).collect::<String>();
+    world.sim.begin_capture(captured, CaptureMode::Global).unwrap();
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            let asked = world.sim.calls(Verb::EventQuery);
+            assert_eq!(states(), "ii");
+            // About one stream it is asked once.
+            assert_eq!(world.sim.calls(Verb::EventQuery) - asked, 1);
+            world.sim.fail_next_n(Verb::CtxSetCurrent, 1, DriverCode::INVALID_CONTEXT);
+            assert_eq!(states(), "ii", "of a driver that cannot be asked");
+            world.sim.release_stream(world.stream).unwrap();
+            eventually("the pages are there", || states() == "##");
+            assert_eq!(world.sim.ctx_get_current().unwrap(), None);
+            let calls = || Verb::ALL.iter().map(|verb| world.sim.calls(*verb)).sum::<u64>();
+            let known = calls();
+            assert_eq!(states(), "##");
+            assert_eq!(calls(), known, "what is known is not asked");
+        });
+    });
+    assert!(world.sim.end_capture(captured).is_ok(), "our calls broke the capture");
     world.check();
 }
 

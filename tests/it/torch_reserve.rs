@@ -1,11 +1,14 @@
 //! What PyTorch's allocator keeps from weights although it is free: what comes to be in use again,
 //! and not what was there once.
 
+use std::ops::Range;
 use std::time::Duration;
 
 use tempfile::TempDir;
+use vbar::driver::sim::Verb;
+use vbar::driver::{Driver, DriverCode};
 use vbar::model::synth::synthesize;
-use vbar::options::Threads;
+use vbar::options::{Scrub, Threads};
 use vbar::{Fault, ModelBar, RuntimeOptions};
 
 use crate::engine_more::eventually;
@@ -213,6 +216,50 @@ fn a_steady_loop_maps_and_gives_back_nothing_of_its_activations() {
             rig.check_shut();
         }
     }
+}
+
+/// Pages that were got for tensors and not given out are no weights: where time is counted in
+/// these, what comes back would look as if it had not for long.
+#[test]
+fn tensors_that_could_not_be_made_do_not_count_as_weights_that_were_loaded() {
+    let options = RuntimeOptions { scrub: Scrub::On, ..budget_options(40) };
+    let rig = Rig::new(World::with(ROOMY, options), &[60]);
+    let layer = |_| rig.activate(&[6]);
+    (0..3).for_each(|_| rig.pass(0, layer));
+    let (before, loaded) = (rig.mapped(), rig.torch.world.runtime.statistics().pages_mapped);
+    let world = &rig.torch.world;
+    for _ in 0..40 {
+        world.sim.fail_nth(Verb::MemsetD8Async, 1, DriverCode::INVALID_VALUE);
+        let refused = rig.torch.allocator.malloc((8 * P) as usize, world.stream);
+        assert!(refused.is_err_and(|error| !error.is_memory()));
+        world.sim.stream_synchronize(world.stream).unwrap();
+        world.runtime.refresh().unwrap();
+    }
+    let vain = world.runtime.statistics().pages_mapped - loaded;
+    assert!(vain >= 40, "{vain} pages were mapped in vain");
+    rig.pass(0, layer);
+    assert_eq!(rig.mapped(), before, "what comes back at each layer is kept");
+    rig.check_shut();
+}
+
+/// Such weights ask nobody: how many they are has to be known all the same.
+#[test]
+fn weights_that_found_free_frames_are_counted_between_two_uses_of_the_same_memory() {
+    let rig = Rig::budget(40, Threads::Off, &[30]);
+    let load = |pages: Range<u64>| {
+        let bytes = pages.start * P..pages.end * P;
+        drop(rig.models[0].vbar().fault(bytes, rig.torch.world.stream).unwrap().resident());
+    };
+    // With the small block's page 19 pages, that come back behind 16 weights: 21 are for weights.
+    rig.activate(&[18]);
+    load(0..16);
+    rig.activate(&[18]);
+    let before = rig.mapped();
+    load(16..30);
+    rig.activate(&[18]);
+    assert_eq!(rig.mapped(), before);
+    assert_eq!(rig.torch.world.runtime.numbers().resident_pages, 40);
+    rig.check_shut();
 }
 
 #[test]

@@ -277,28 +277,42 @@ LARGE = INSTALLED + textwrap.dedent("""
                 high = middle - 1
         return low * 16 * MIB
 
-    def loaded(device, model):
+    def loaded(device, model, what):
+        # Bytes of weights in frames, be it that their copies are not over yet.
         pages = model.bar.residency()
-        return sum(page.state == vbar.PageState.RESIDENT for page in pages) * device.page_size
+        states = {state: sum(page.state == state for page in pages) for state in vbar.PageState}
+        reserved = seen("reserved_bytes").all.current, seen("allocated_bytes").all.current
+        told = device.statistics()
+        print(f"{what}:", ", ".join(f"{count} pages {state.name.lower()}"
+                                    for state, count in states.items() if count))
+        print(f"    {told.used_bytes >> 20} MiB held of {told.budget_bytes >> 20}",
+              f"({told.budget_source.name.lower()}), {told.free_bytes >> 20} MiB in free frames,",
+              f"{reserved[0] >> 20} MiB of torch's, {reserved[1] >> 20} MiB in tensors")
+        print(f"    {told}")
+        in_frames = states[vbar.PageState.ISSUED] + states[vbar.PageState.RESIDENT]
+        return in_frames * device.page_size
 
     def check_largest(device, model, total):
         torch.cuda.empty_cache()
         device.free_memory()
         device.trim()
         alone = largest(total)
+        print(f"without weights a tensor of {alone / GIB:.2f} GiB")
         forward(model)
-        before = loaded(device, model)
-        print(f"without weights a tensor of {alone / GIB:.2f} GiB, then {before / GIB:.2f} GiB of",
-              "weights loaded")
-        assert before >= COUNT * SIZE
+        before = loaded(device, model, "a pass behind it")
+        assert before >= COUNT * SIZE, f"{before / GIB:.2f} GiB of weights are loaded"
+        # Each was read, so that nothing is on its way any more.
+        pages = model.bar.residency()
+        late = sum(page.state != vbar.PageState.RESIDENT for page in pages)
+        assert late == 0, f"{late} of {len(pages)} pages are told to be on their way"
         tensor = bytes_of(alone, 9)
         assert int(tensor[0]) == int(tensor[-1]) == 9
-        after = loaded(device, model)
-        print(f"which gave way to it: {after / GIB:.2f} GiB are left")
-        assert after <= total - alone
+        after = loaded(device, model, "a tensor of that size")
+        assert after <= total - alone, f"{after / GIB:.2f} GiB of weights are left"
         del tensor
         forward(model)
-        assert loaded(device, model) >= COUNT * SIZE
+        again = loaded(device, model, "a pass behind that")
+        assert again >= COUNT * SIZE, f"{again / GIB:.2f} GiB of weights are loaded"
 
     bytes_of(MIB)
     int(bytes_of(MIB)[-1])

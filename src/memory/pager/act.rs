@@ -61,6 +61,11 @@ impl Placed {
         self.frame.expect("every claim has its frame at the commit point")
     }
 
+    /// Whether it is a weight's, on the device.
+    fn is_weights(&self) -> bool {
+        self.claim.backing == Backing::Device && !self.claim.bar.is_arena()
+    }
+
     /// When the page may be used whose last copy is done at `copied`. One between tensors has no
     /// copies; its frame's former users count all the same.
     fn ready(&self, filler: &Filler, copied: Ticket) -> Result<Ticket> {
@@ -252,7 +257,9 @@ impl Pager {
         writer: Option<Writer>,
         filling: Option<Pipeline<'_>>,
     ) -> std::result::Result<Vec<Protected>, Failure> {
+        let weights = placed.iter().filter(|entry| entry.is_weights()).count();
         counters::add(&self.device.counters.pages_mapped, placed.len() as u64);
+        counters::add(&self.device.counters.weights_mapped, weights as u64);
         self.part_with_victims(&placed);
         let mut published = Vec::with_capacity(placed.len());
         let mut is_published = vec![false; placed.len()];

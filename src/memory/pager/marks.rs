@@ -9,13 +9,14 @@ use crate::driver::CaptureState;
 use crate::error::{Error, ErrorCode, Result};
 use crate::host::bound::Bound;
 use crate::memory::budget::BudgetSource;
-use crate::memory::page_table::{PageState, draw};
+use crate::memory::page_table::{PageState, Word, draw};
 use crate::memory::policy::{Healing, Rank};
 use crate::memory::space::{self, Space};
 use crate::memory::vbar::{Bar, Content};
 use crate::process;
 use crate::sync::MutexGuard;
 use crate::sync::context::WithoutEvent;
+use crate::sync::fence::{Cover, Look};
 use crate::sync::ticket::Ticket;
 use crate::trace::Kind;
 use crate::units::{Generation, PageIndex, Stream};
@@ -430,12 +431,24 @@ impl Pager {
         Ok(pinned.collect())
     }
 
-    /// The pages of a range, as far as the VBAR has them.
+    /// The pages of a range, as far as the VBAR has them. A page stays `Issued` until a hit finds
+    /// its bytes there; whoever reads the map is not told of copies that are long over: the driver
+    /// is asked about those that are not known to be.
     #[must_use]
     pub fn residency(&self, bar: &Bar, pages: Range<u32>) -> Vec<Residency> {
+        let (mut scope, mut look) = (None, Look::default());
+        let mut has_passed = |ready: Ticket| {
+            let fences = &self.device.fences;
+            if fences.known_passed(ready) {
+                return true;
+            }
+            // Where the driver cannot be asked what is known holds.
+            let scope = scope.get_or_insert_with(|| self.device.enter());
+            scope.is_ok() && matches!(fences.cover_in(&mut look, ready), Ok(Cover::Passed))
+        };
         (pages.start..pages.end.min(bar.table.page_count()))
             .map(|index| {
-                let word = bar.table.word(PageIndex(index));
+                let word = seen(bar, PageIndex(index), &mut has_passed);
                 Residency {
                     state: word.state,
                     pins: word.pins,
@@ -477,4 +490,19 @@ impl Pager {
             closing_bars: state.closing,
         }
     }
+}
+
+/// A page's word, `Resident` where its bytes have arrived.
+fn seen(bar: &Bar, page: PageIndex, has_passed: &mut impl FnMut(Ticket) -> bool) -> Word {
+    let before = bar.table.word(page);
+    if before.state != PageState::Issued {
+        return before;
+    }
+    let passed = has_passed(bar.table.page(page).ready());
+    let mut word = bar.table.word(page);
+    // Nothing pins it: what has passed may be of the bytes before.
+    if passed && word.state == PageState::Issued && word.generation == before.generation {
+        word.state = PageState::Resident;
+    }
+    word
 }

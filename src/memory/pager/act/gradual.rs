@@ -93,6 +93,7 @@ impl Pager {
             }
         });
         counters::add(&self.device.counters.pages_mapped, published as u64);
+        counters::add(&self.device.counters.weights_mapped, published as u64);
         let Some(error) = failed else {
             self.notify_changed();
             return Ok(protected);
