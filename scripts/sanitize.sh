@@ -74,7 +74,8 @@ check() {
     # space or start other programs are for the ordinary build.
     run "${programs[it]}" --quiet threads:: scenario_13 streams:: allocations:: closing:: \
         closing_threads:: many:: registered:: waits:: engine:: engine_shared:: torch_storm:: \
-        torch_streams::
+        torch_streams:: engine_threads:: saves:: saves_ahead:: transfer:: bound_memory:: \
+        torch_graphs:: torch_graphs_more:: torch_graphs_random::
     VBAR_SIM_SECONDS=$seconds run "${programs[sim]}" --quiet every_sequence
     run "${programs[program]}" stress --device sim --threads 8 --seconds "$seconds"
     run "${programs[program]}" stress --device sim --threads 8 --seconds "$seconds" --fail 0.02

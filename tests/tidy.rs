@@ -242,6 +242,20 @@ fn no_error_is_noted_within_a_message() {
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
 }
 
+/// ThreadSanitizer sees no minimum and no maximum of an atomic number, and tells of what they order
+/// as of no order: `sync::raise` is the same by exchanges.
+#[test]
+fn what_orders_threads_is_seen_by_the_sanitizer() {
+    let mut wrong = Vec::new();
+    for path in sources("src") {
+        let text = fs::read_to_string(&path).unwrap();
+        if [".fetch_max(", ".fetch_min("].iter().any(|call| text.contains(call)) {
+            wrong.push(relative(&path));
+        }
+    }
+    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+}
+
 /// Those of faults met in the field: `docs/scenarios.md`.
 const SCENARIOS: &[u32] = &[
     1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 13, 14, 15, 17, 18, 19, 20, 22, 23, 24, 25, 26, 28, 29, 30, 31,

@@ -57,9 +57,15 @@ impl Filler {
     fn lock_to_save(&self, length: usize, whole: u64) -> Result<Part> {
         let wait = self.device.wait(WaitKind::Register);
         while let Some(asked) = self.ask_for_windows(Some(whole)) {
-            self.windows.wait(&asked, wait.check()?);
-            if let Some(part) = self.saved.take(length) {
-                return Ok(part);
+            // Asked again before something came of it, another window would be locked.
+            loop {
+                let is_over = self.windows.wait(&asked, wait.check()?);
+                if let Some(part) = self.saved.take(length) {
+                    return Ok(part);
+                }
+                if is_over {
+                    break;
+                }
             }
             if let Some(error) = self.windows.refused(&asked, whole) {
                 return Err(error);

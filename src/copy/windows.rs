@@ -104,12 +104,14 @@ impl Windows {
         asked
     }
 
-    /// Waits until something came of what was asked for, `patience` at most.
-    pub(super) fn wait(&self, asked: &Asked, patience: Duration) {
+    /// Waits until something came of what was asked for, `patience` at most; whether it did.
+    pub(super) fn wait(&self, asked: &Asked, patience: Duration) -> bool {
         let mut state = self.state.lock();
-        if state.round == asked.0 && state.is_under_way {
+        let is_coming = |state: &State| state.round == asked.0 && state.is_under_way;
+        if is_coming(&state) {
             self.changed.wait_for(&mut state, patience);
         }
+        !is_coming(&state)
     }
 
     /// Why `bytes` cannot be had, if that was found since.

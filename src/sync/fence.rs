@@ -25,7 +25,9 @@ use crate::sync::clock::Ticks;
 use crate::sync::context::{ContextFence, WithoutEvent};
 use crate::sync::ticket::Ticket;
 use crate::sync::wait::Wait;
-use crate::sync::{AcqRel, Acquire, AtomicBool, AtomicU32, AtomicU64, Mutex, Relaxed, Release};
+use crate::sync::{
+    AcqRel, Acquire, AtomicBool, AtomicU32, AtomicU64, Mutex, Relaxed, Release, raise,
+};
 use crate::units::Stream;
 
 /// Streams of one context that can be known at a time.
@@ -193,7 +195,7 @@ impl Fences {
         let sequence = entry.next.load(Acquire);
         // Acquired, so that `confirm` sees what whoever takes the slot over wrote before.
         if entry.stamped.load(Acquire) < sequence {
-            entry.stamped.fetch_max(sequence, AcqRel);
+            raise(&entry.stamped, sequence);
         }
         Ticket::new(slot.index, sequence)
     }
@@ -323,7 +325,7 @@ impl Fences {
         if let Some(_ring) = own.ring.try_lock()
             && self.is_still(slot)
         {
-            own.waited[ticket.slot() as usize].fetch_max(sequence, AcqRel);
+            raise(&own.waited[ticket.slot() as usize], sequence);
         }
         Ok(true)
     }
@@ -474,8 +476,8 @@ impl Fences {
         let cuts: Vec<u64> = self.slots.iter().map(|slot| slot.next.fetch_add(1, AcqRel)).collect();
         self.context.wait(wait, without)?;
         for (slot, cut) in self.slots.iter().zip(cuts) {
-            slot.passed.fetch_max(cut, AcqRel);
-            slot.recorded.fetch_max(cut, AcqRel);
+            raise(&slot.passed, cut);
+            raise(&slot.recorded, cut);
             let mut ring = slot.ring.lock();
             while ring.pending.front().is_some_and(|(sequence, _)| *sequence <= cut) {
                 let (_, event) = ring.pending.pop_front().expect("just seen");
@@ -549,7 +551,7 @@ impl Fences {
             }
             ring.pending.pop_front();
             ring.free.push(event);
-            slot.passed.fetch_max(sequence, AcqRel);
+            raise(&slot.passed, sequence);
         }
         Ok(())
     }

@@ -17,6 +17,7 @@ use super::Allocator;
 use super::extents::Piece;
 use super::graph::{Graph, Pass, Yields};
 use super::heap::{Core, ORDINARY, Sort};
+use super::serve::Ask;
 use super::statistics::GraphStatistics;
 use crate::driver::CaptureState;
 use crate::error::{Error, ErrorCode, Result};
@@ -241,7 +242,7 @@ impl MemoryGraph {
         let _scope = device.enter()?;
         for _ in 0..TURNS_MAX {
             let held = device.fences.hold(slot)?;
-            let (at, heap, old) = {
+            let (at, old) = {
                 let mut core = self.core()?;
                 let at = self.index(&core);
                 let graph = core.graph_mut(at);
@@ -253,10 +254,12 @@ impl MemoryGraph {
                 if from == heap {
                     return Ok(());
                 }
-                (at, heap, (core.heap(from).stream, core.heap(from).slot))
+                (at, (core.heap(from).stream, core.heap(from).slot))
             };
             let after = self.order(old, (stream, held.slot()))?;
             let mut core = self.core()?;
+            // With nothing in it, it may have gone meanwhile.
+            let heap = core.heap_of(ORDINARY, held.slot(), stream, &device.fences);
             let ready = device.fences.stamp_if_still(held.slot());
             if let Some(ready) = ready
                 && core.heap(heap).slot == held.slot()
@@ -377,7 +380,11 @@ impl Allocator {
         let fences = &self.pager.device.fences;
         let bytes = requested.next_multiple_of(self.arena.page_size.bytes());
         let served = self.ask(bytes, stream, Sort::Region).and_then(|ask| match ask {
-            Some(ask) => Ok(self.serve(&ask)?.map(|start| (start, ask.slot.stream_id()))),
+            Some(ask) => {
+                // Not from a pool that another thread has begun since the request was routed.
+                let ask = Ask { pool: (ORDINARY, None), ..ask };
+                Ok(self.serve(&ask)?.map(|start| (start, ask.slot.stream_id())))
+            }
             None => Ok(None),
         });
         let mut core = self.core.lock();

@@ -1,12 +1,14 @@
 //! Page-locked memory for saves is locked ahead of need by a thread of the library's, counted and
 //! bounded as ever, and nothing of it is left behind whatever fails or ends in the middle.
 
+use std::ops::ControlFlow;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use tempfile::TempDir;
 use vbar::driver::DriverCode;
 use vbar::driver::sim::Verb;
-use vbar::{ErrorCode, RuntimeOptions, Threads, Vbar, WaitKind};
+use vbar::{ErrorCode, RuntimeOptions, Threads, Vbar, WaitKind, set_wait_check};
 
 use crate::world::{P, World, budget_options};
 
@@ -209,6 +211,33 @@ fn whoever_waits_for_a_window_can_be_told_to_end() {
     world.sim.heal();
     // It is there by then, or soon: nothing was lost with those who left.
     large.prepare_save(0..4 * WINDOW).unwrap();
+    world.check();
+    drop((vbar, large));
+    world.check_shut();
+}
+
+#[test]
+fn a_window_that_is_long_in_coming_is_locked_once() {
+    let (world, _system) = world(budget_options(4));
+    let vbar = world.vbar(8);
+    vbar.prepare_save(0..P).unwrap();
+    wait_for_saved(&world, WINDOW + AHEAD);
+    let large = world.vbar(2 * WINDOW / P);
+    world.sim.hang(Verb::MemHostRegister);
+    let (sim, mut looks) = (Arc::clone(&world.sim), 0);
+    set_wait_check(Some(Box::new(move || {
+        looks += 1;
+        if looks == 5 {
+            sim.heal();
+        }
+        ControlFlow::Continue(())
+    })));
+    let prepared = large.prepare_save(0..2 * WINDOW);
+    set_wait_check(None);
+    prepared.unwrap();
+    // What the thread has begun has ended then.
+    world.runtime.set_threads(Threads::Off).unwrap();
+    assert_eq!(saved_bytes(&world), WINDOW + AHEAD + 2 * WINDOW);
     world.check();
     drop((vbar, large));
     world.check_shut();

@@ -1,6 +1,9 @@
 //! Memory graphs that end in the middle: with their thread, and while launches use what they had.
 
+use std::sync::atomic::{AtomicU32, Ordering};
+
 use vbar::Error;
+use vbar::driver::sim::Verb;
 use vbar::driver::{CaptureMode, Driver};
 use vbar::torch::{Freed, MemoryGraph, Pass, PoolId};
 
@@ -126,5 +129,69 @@ fn what_another_stream_used_is_had_again_once_that_is_done() {
     graph.leave().unwrap();
     torch.check();
     drop(graph);
+    torch.check_shut();
+}
+
+/// What a stream has free goes with the cache when that is nothing, while the graph's new stream
+/// is being ordered behind its old one.
+#[test]
+fn the_cache_may_be_emptied_while_a_graph_changes_its_stream() {
+    let torch = Torch::budget(64);
+    let (world, one) = (&torch.world, torch.world.stream);
+    let two = world.another_stream();
+    let graph = graph(&torch);
+    graph.enter(STEP).unwrap();
+    let block = torch.malloc(2 * P);
+    graph.leave().unwrap();
+    // The change has something to wait for.
+    world.sim.hold_stream(one).unwrap();
+    torch.write(block, 2 * P, 1, one);
+    let before = world.sim.calls(Verb::StreamWaitEvent);
+    world.sim.hang(Verb::StreamWaitEvent);
+    std::thread::scope(|scope| {
+        let changed = scope.spawn(|| graph.use_stream(two));
+        while world.sim.calls(Verb::StreamWaitEvent) == before && !changed.is_finished() {
+            std::thread::yield_now();
+        }
+        torch.allocator.empty_cache().unwrap();
+        world.sim.heal();
+        changed.join().unwrap().unwrap();
+    });
+    torch.finish(one);
+    graph.enter(STEP).unwrap();
+    let again = torch.malloc_on(P, two);
+    assert_eq!(graph.statistics().used_bytes, 3 * P);
+    graph.leave().unwrap();
+    for block in [block, again] {
+        assert_ne!(torch.allocator.free(block), Freed::Unknown);
+    }
+    drop(graph);
+    torch.check();
+    torch.allocator.empty_cache().unwrap();
+    assert_eq!(torch.reserved(), 0);
+    torch.check_shut();
+}
+
+/// As where another thread begins the pool after the graph has found that the request is its own.
+#[test]
+fn a_pool_that_is_begun_meanwhile_has_no_page_of_a_graph() {
+    let torch = Torch::budget(64);
+    let graph = graph(&torch);
+    graph.enter(STEP).unwrap();
+    let (id, asked) = (PoolId(0, 1), AtomicU32::new(0));
+    let admits = move |_| asked.fetch_add(1, Ordering::Relaxed) > 0;
+    torch.allocator.begin_pool(id, Box::new(admits));
+    let block = torch.malloc(2 * P);
+    torch.allocator.end_pool(id);
+    assert_eq!(graph.statistics().used_bytes, 2 * P);
+    torch.check();
+    assert!(torch.allocator.snapshot().iter().all(|segment| segment.pool.is_none()));
+    torch.allocator.release_pool(id);
+    assert_ne!(torch.allocator.free(block), Freed::Unknown);
+    graph.leave().unwrap();
+    drop(graph);
+    torch.check();
+    torch.allocator.empty_cache().unwrap();
+    assert_eq!(torch.reserved(), 0);
     torch.check_shut();
 }

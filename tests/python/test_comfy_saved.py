@@ -271,6 +271,25 @@ class Changes(Saving):
         self.settle(client, weights)
         client.close()
 
+    def test_an_interrupt_behind_a_save_leaves_none_that_nobody_knows_of(self):
+        client = self.start()
+        bar, weights = self.model([PAGE] * 12)
+        kind, interrupted = type(bar._bar), []
+        save = kind.save
+
+        def interrupting(*arguments):
+            save(*arguments)
+            if not interrupted:
+                interrupted.append(arguments)
+                raise KeyboardInterrupt
+
+        with unittest.mock.patch.object(kind, "save", interrupting):
+            with self.assertRaises(KeyboardInterrupt):
+                client.steps(weights, 6)
+        # It is saved at its next use, as any other.
+        self.settle(client, weights)
+        client.close()
+
     def test_who_does_not_compare_may_have_written(self):
         client = self.start()
         bar, weights = self.model([PAGE] * 12)

@@ -387,10 +387,13 @@ class Saved:
             for piece in unit.pieces:
                 self._bar.save(*piece.key, stream)
                 piece.saved, piece.still, piece.seen_before = True, 0, piece.seen
-        except Error as error:
+        except BaseException as error:
+            # An interrupt may come right behind a save, of which nobody would know.
+            self._drop(unit)
+            if not isinstance(error, Error):
+                raise
             logger.warning("%d bytes at %d are not saved: %s", unit.key[1], unit.key[0], error)
             unit.excluded = True
-            self._drop(unit)
 
     def _drop(self, unit: Unit) -> None:
         """Forgets the copy of a unit, and room for one. Whoever has pinned it may write it then."""

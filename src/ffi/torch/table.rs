@@ -99,7 +99,8 @@ fn open(ordinal: i32) -> Result<&'static TorchDevice> {
     }
     let allocator = entry.runtime.torch_allocator()?;
     let device = place.get_or_init(|| TorchDevice { entry, allocator });
-    END.fetch_max(ordinal.0 + 1, Ordering::Release);
+    // Under the lock: nobody else raises it.
+    END.store(END.load(Ordering::Relaxed).max(ordinal.0 + 1), Ordering::Release);
     Ok(device)
 }
 

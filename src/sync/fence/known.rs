@@ -189,7 +189,7 @@ impl Fences {
         // there sees what the first one wrote. `holds` likewise, and first: who has held the slot
         // and let go of it has stamped before.
         if slot.holds.fetch_add(0, AcqRel) > 0
-            || slot.stamped.fetch_max(0, AcqRel) > slot.passed.load(Acquire)
+            || slot.stamped.fetch_add(0, AcqRel) > slot.passed.load(Acquire)
         {
             slot.id.store(before, Release);
             return Ok(false);
