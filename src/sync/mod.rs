@@ -48,7 +48,8 @@ pub(crate) use loomed::{model, spawn};
 /// exchanges: ThreadSanitizer sees no `fetch_max`, and what that orders would look like no order.
 #[inline]
 pub(crate) fn raise(number: &AtomicU64, to: u64) {
-    let _as_large = number.fetch_update(AcqRel, Acquire, |now| (now < to).then_some(to));
+    // Written where it is as large, too: that orders as `fetch_max` does.
+    let _before = number.fetch_update(AcqRel, Acquire, |now| Some(now.max(to)));
 }
 
 /// The same without a stand-in: for statics, which outlive the runs of a model, and for numbers
