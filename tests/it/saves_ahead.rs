@@ -186,9 +186,7 @@ fn what_is_free_goes_when_nothing_is_saved_any_more() {
 
 #[test]
 fn whoever_waits_for_a_window_can_be_told_to_end() {
-    let mut options = budget_options(4);
-    options.wait_timeout = Duration::from_millis(200);
-    let (world, _system) = world(options);
+    let (world, _system) = world(budget_options(4));
     let vbar = world.vbar(8);
     // The filler and its ring.
     vbar.prepare_save(0..P).unwrap();
@@ -196,6 +194,7 @@ fn whoever_waits_for_a_window_can_be_told_to_end() {
     prepare(&vbar, 1..8).unwrap();
     let large = world.vbar(4 * WINDOW / P);
     world.sim.hang(Verb::MemHostRegister);
+    world.runtime.set_wait_timeout(Duration::from_millis(200));
     let waited = large.prepare_save(0..4 * WINDOW).unwrap_err();
     assert_eq!(waited.code(), ErrorCode::TimedOut, "{waited}");
     world.runtime.set_wait_timeout(Duration::from_secs(60));
