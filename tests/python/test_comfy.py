@@ -7,11 +7,13 @@ import os
 import threading
 import time
 import unittest
+import unittest.mock
 import weakref
 
 import vbar as vbar_library
 from comfy_support import COMFY_PAGE, MIB, PAGE, Case, control, torch
 from support import pattern, refused
+from vbar.comfy import _libc
 
 import comfy_aimdo.host_buffer as host_buffer
 import comfy_aimdo.malloc_graph as malloc_graph
@@ -639,6 +641,34 @@ class Host(Case):
             buffer.truncate(20 * MIB)
             buffer.extend(30 * MIB, register=False)
             buffer.truncate(0)
+
+    def test_memory_is_touched_ahead_while_the_buffer_reads(self):
+        buffer = host_buffer.HostBuffer(0, 48 * MIB, 256 * MIB)
+        touched, touch = [], _libc.touch
+
+        def slowly(address, nbytes):
+            touched.append(address)
+            time.sleep(0.001)
+            touch(address, nbytes)
+
+        with unittest.mock.patch.object(_libc, "touch", slowly):
+            # As whoever reads a file has the buffer's lock.
+            with buffer._lock:
+                address = buffer.extend(8 * MIB, register=False)
+                ahead = set(range(address + 8 * MIB, address + 56 * MIB, 4 * MIB))
+                until = time.monotonic() + 60
+                while not ahead <= set(touched):
+                    self.assertLess(time.monotonic(), until, "memory is not touched ahead")
+                    time.sleep(0.001)
+            # What is touched is not given back meanwhile, nor touched when it has been.
+            for _ in range(20):
+                buffer.extend(20 * MIB, register=False)
+                buffer.truncate(8 * MIB)
+            buffer.extend(20 * MIB, register=False)
+            buffer.truncate(0)
+            count = len(touched)
+            time.sleep(0.02)
+            self.assertEqual(len(touched), count, "touched after it was given back")
 
     def test_a_last_chunk_is_reallocated(self):
         buffer = host_buffer.HostBuffer(0, 0, 64 * MIB)

@@ -30,6 +30,47 @@ _threads: concurrent.futures.ThreadPoolExecutor | None = None
 _threads_lock = threading.Lock()
 
 
+class _Touching:
+    """Threads that touch memory ahead of need, of which nothing is given back meanwhile.
+
+    Not under the buffer's lock: whoever has that may be reading a file for as long, or waiting for
+    these threads.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._start = self._end = 0
+        #: Of which process, for a forked child has none of them.
+        self._under_way, self._process = 0, 0
+
+    def allow(self, start: int, end: int) -> None:
+        """From now on these addresses may be touched, and no others."""
+        with self._changed:
+            self._start, self._end = start, end
+
+    def touch(self, at: int, length: int) -> None:
+        """Touches a piece, unless it has been given back since that was asked for."""
+        with self._changed:
+            if at < self._start or at + length > self._end:
+                return
+            if self._process != os.getpid():
+                self._under_way, self._process = 0, os.getpid()
+            self._under_way += 1
+        try:
+            _libc.touch(at, length)
+        finally:
+            with self._changed:
+                self._under_way -= 1
+                self._changed.notify_all()
+
+    def forbid(self, start: int) -> None:
+        """Addresses from there on are given back: returns when nobody touches any."""
+        with self._changed:
+            self._end = max(min(self._end, start), self._start)
+            while self._under_way and self._process == os.getpid():
+                self._changed.wait()
+
+
 class HostBuffer:
     """See the module's text.
 
@@ -47,6 +88,7 @@ class HostBuffer:
         self, size: Any = 0, prewarm: Any = 0, max_grow_size: Any = 0, mark_cold: bool = True
     ) -> None:
         self._lock = threading.RLock()
+        self._touching = _Touching()
         self._prewarm = _devices.saturated(prewarm)
         wanted = _devices.saturated(size)
         self._capacity = max(wanted, _devices.saturated(max_grow_size)) + self._prewarm
@@ -223,7 +265,9 @@ class HostBuffer:
             if wanted > start:
                 _libc.commit(self._base + start, wanted - start)
                 self._committed = wanted
-                _each(self._base + start, wanted - start, _libc.touch, _TOUCH_THREADS)
+            # What was touched ahead costs a look; whoever locks it touches with one thread.
+            begin = self.size // _libc.PAGE * _libc.PAGE
+            _each(self._base + begin, max(wanted - begin, 0), _libc.touch, _TOUCH_THREADS)
         except OSError as error:
             if not self.size and not self._committed:
                 self._release()
@@ -242,20 +286,13 @@ class HostBuffer:
             # It is asked for when it is needed.
             return
         self._committed = ahead
-        base, pool = self._base, _pool()
+        self._touching.allow(self._base, self._base + ahead)
         for at, length in _pieces(ahead - start):
-            pool.submit(self._touch_if_there, base, base + start + at, length)
+            _pool().submit(self._touch_if_there, self._base + start + at, length)
 
-    def _touch_if_there(self, base: int, at: int, length: int) -> None:
-        # Whoever has the lock may be waiting for these threads; what is not touched comes later.
-        if not self._lock.acquire(blocking=False):
-            return
-        try:
-            # It may have been given back since.
-            if self._base == base and at - base + length <= self._committed:
-                _libc.touch(at, length)
-        finally:
-            self._lock.release()
+    def _touch_if_there(self, at: int, length: int) -> None:
+        # Of the buffer, so that it is not collected, which waits for this, on this thread.
+        self._touching.touch(at, length)
 
     def _shrink_to(self, size: int) -> None:
         if not size:
@@ -263,12 +300,14 @@ class HostBuffer:
             return
         kept = _whole(size)
         if kept < self._committed:
+            self._touching.forbid(self._base + kept)
             _libc.decommit(self._base + kept, self._committed - kept)
             self._committed = kept
 
     def _release(self) -> None:
         base, self._base, self._committed = self._base, 0, 0
         if base:
+            self._touching.forbid(base)
             _libc.release(base, _whole(self._capacity))
 
     def _lock_range(self, start: int, size: int) -> None:

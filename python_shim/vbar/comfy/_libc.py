@@ -26,7 +26,7 @@ _NONE, _READ, _WRITE = 0, mmap.PROT_READ, mmap.PROT_WRITE
 _PRIVATE, _ANONYMOUS = mmap.MAP_PRIVATE, mmap.MAP_ANONYMOUS
 _NORESERVE = 0x4000
 _FAILED = ctypes.c_void_p(-1).value
-_DONTNEED, _POPULATE_WRITE = 4, 23
+_DONTNEED, _HUGEPAGE, _POPULATE_WRITE = 4, 14, 23
 
 
 def _failed(what: str) -> OSError:
@@ -40,6 +40,8 @@ def reserve(nbytes: int) -> int:
     address = _libc.mmap(None, nbytes, _NONE, flags, -1, 0)
     if address == _FAILED:
         raise _failed(f"{nbytes} bytes of addresses")
+    # Touched and locked in a fraction of the time; a kernel that does not want to changes nothing.
+    _libc.madvise(address, nbytes, _HUGEPAGE)
     return int(address)
 
 
