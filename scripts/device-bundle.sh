@@ -45,6 +45,12 @@ cp -r include python_shim "$bundle"
 cp -r tests/python "$bundle/tests"
 cp examples/*.c examples/*.cpp examples/*.py "$bundle/examples"
 cp tests/abi/*.c tests/abi/*.h "$bundle/tests/abi"
+# The wheel of `make wheel`, where there is one.
+if compgen -G "dist/vbar_cuda-*.whl" >/dev/null; then
+    mkdir "$bundle"/{dist,scripts}
+    cp dist/vbar_cuda-*.whl "$bundle/dist"
+    cp scripts/wheel-check-gpu.sh "$bundle/scripts"
+fi
 # What the package's own builds and runs leave beside the sources.
 find "$bundle" -name __pycache__ -prune -exec rm -r {} +
 rm -f "$bundle"/python_shim/vbar/*.so

@@ -152,6 +152,16 @@ distributed() {
     step 560 python3 -u tests/python/test_torch_distributed_gpu.py
 }
 
+# The wheel in an environment of its own, beside PyTorch.
+wheel() {
+    if [ ! -d dist ]; then
+        echo "== no wheel is in the bundle: make wheel, then scripts/device-bundle.sh" >&2
+        failed=1
+        return
+    fi
+    step 120 bash scripts/wheel-check-gpu.sh dist/vbar_cuda-*.whl
+}
+
 # ComfyUI on vbar beside the original allocator and none: COMFY has more options of benches/comfy.py,
 # as `--cases flux --caps 4`. Checkpoints stay in COMFY_FOLDER, for the next part on this machine.
 comfy() {
@@ -234,11 +244,12 @@ due() {
     {
         due_tests torch-streams 240 test_torch_gpu.py Ends Streams Operators
         due_tests torch-ends 120 test_torch_memory_gpu.py Ends Temporaries
+        due_tests comfy-graph 90 test_comfy_graph_gpu.py
+        if [ -d dist ]; then due_part wheel 150; fi
     } &
     wait
     # These fill it, compare what is free, or measure; first those that had no time the last time.
     due_tests comfy 240 test_comfy_gpu.py
-    due_tests comfy-graph 90 test_comfy_graph_gpu.py
     due_tests torch-large 120 test_torch_memory_gpu.py Large
     due_step torch-stream-bench 120 python3 -u benches/torch_stream.py --quick
     due_step stream-bench 120 \
@@ -321,10 +332,10 @@ parts=("$@")
 for part in "${parts[@]}"; do
     case $part in
     suite | programs | python | torch | examples | distributed | sanitizer | comfy | bench | stream | model) ;;
-    due | soak | soak-poll) ;;
+    wheel | due | soak | soak-poll) ;;
     *)
         echo "== there is no part $part: suite, programs, python, torch, examples, distributed," \
-            "sanitizer, comfy, bench, stream, model, due, soak, soak-poll" >&2
+            "sanitizer, comfy, bench, stream, model, wheel, due, soak, soak-poll" >&2
         exit 2
         ;;
     esac
