@@ -88,13 +88,15 @@ class VRAMBuffer:
     def close(self) -> None:
         """Gives the memory back. Its users' streams are not known, so all work is waited for."""
         held, self._held = self._held, []
-        if held and _devices.synchronize(self._context.index):
-            for pins in held:
-                _pins.unpin(pins, _abi.STREAM_NONE)
-        # Else each gives its pins back as it goes, behind the stream that it was got on.
-        del held
         self._size = 0
-        self._bar.close()
+        try:
+            if held and _devices.synchronize(self._context.index):
+                for pins in held:
+                    _pins.unpin(pins, _abi.STREAM_NONE)
+        finally:
+            # Else each gives its pins back as it goes, behind the stream that it was got on.
+            del held
+            self._bar.close()
 
     def __del__(self) -> None:
         try:
