@@ -124,8 +124,9 @@ class ModelVBAR:
             pins = saved.pin(key)
             if pins.token:
                 value, signature.use = saved.enter(key, pins)
-        except Error as error:
+        except (Error, RuntimeError) as error:
             if pins is not None:
+                # Not when what is raised goes, which has this frame.
                 pins.release()
             if self._bar is not None:
                 text = f"a fault of {nbytes} bytes at {address:#x} failed: {error}"

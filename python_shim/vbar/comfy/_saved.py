@@ -7,6 +7,7 @@ does not stay, since it was refused or lost while more is used than the budget h
 from then on the streaming engine fills its pages, ahead of need once it knows the order, and
 signatures stay the same. A client that finds one changed all the same, since it patched, has the
 unit's copy dropped before the comparison returns: whoever writes is never in a race with a fill.
+Where the wait for that fails, so does the comparison, and nobody writes until it was made up for.
 Pages that have stayed for some nodes lose their copies, one by one. Where the host runs short of
 memory copies go, at the end of a node or while it uses weights; the library gives what they were in
 back, a few windows at a time, from a thread of its own. Where there is no page-locked memory,
