@@ -380,7 +380,7 @@ class Client:
         context = self.control.get_devctx(0) if self.is_dynamic else None
         told = getattr(getattr(context, "device", None), "statistics", dict)()
         return {name: value for name, value in getattr(told, "__dict__", {}).items()
-                if isinstance(value, int)}
+                if type(value) is int}
 
     def end_of_node(self):
         if not self.is_dynamic:

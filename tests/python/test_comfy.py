@@ -23,6 +23,8 @@ import comfy_aimdo.storage as storage
 import comfy_aimdo.torch as tensors
 import comfy_aimdo.vram_buffer as vram_buffer
 from comfy_aimdo.model_vbar import ModelVBAR, vbar_fault, vbar_signature_compare, vbar_unpin
+from vbar.comfy import _pins as vbar_comfy_pins
+from vbar.comfy import _saved
 
 
 class Surface(unittest.TestCase):
@@ -183,6 +185,149 @@ class Control(Case):
             getattr(control, f"set_log_{name}")()
             levels.append(logger.level)
         self.assertEqual(levels, sorted(set(levels), reverse=True))
+
+
+class Failures(Case):
+    """What fails in the library raises what is documented here, which ``vbar.Error`` is not; what
+    another thread closes meanwhile fails nothing.
+    """
+
+    def setUp(self):
+        super().setUp()
+        self.vbar = ModelVBAR(64 * MIB, 0)
+        self.alloc = self.vbar.alloc(PAGE)
+
+    def in_the_middle(self, of, name, act):
+        """A method that is preceded by an act of another thread, as often as it is called."""
+        real = getattr(of, name)
+
+        def raced(*arguments, **named):
+            act()
+            return real(*arguments, **named)
+
+        return unittest.mock.patch.object(of, name, raced)
+
+    def failing(self, of, name):
+        def fail(*_, **__):
+            raise vbar_library.DriverError("as told")
+
+        return unittest.mock.patch.object(of, name, fail)
+
+    def test_errors_of_the_library_are_no_runtime_errors_by_themselves(self):
+        self.assertFalse(issubclass(vbar_library.Error, RuntimeError))
+
+    def test_one_that_is_closed_meanwhile_is_as_one_that_was(self):
+        native = type(self.vbar._bar)
+        for method, call, of_closed in (
+            ("info", ModelVBAR.loaded_size, 0),
+            ("info", ModelVBAR._missing_bytes, 0),
+            ("info", ModelVBAR.get_watermark, 0),
+            ("residency", ModelVBAR.get_residency, []),
+            ("prioritise", ModelVBAR.prioritize, None),
+            ("deprioritise", ModelVBAR.deprioritize, None),
+            ("set_floor", lambda vbar: vbar.set_watermark_limit(PAGE), None),
+            ("set_watermark", lambda vbar: vbar.set_watermark(PAGE), None),
+            ("free_memory", lambda vbar: vbar.free_memory(PAGE), 0),
+            # Pinned already, and not known by its signature yet.
+            ("residency", lambda vbar: vbar_fault((vbar, vbar.base_addr, PAGE)), None),
+        ):
+            vbar = ModelVBAR(64 * MIB, 0)
+            vbar.alloc(2 * PAGE)
+            self.assertIsNotNone(vbar.fault(vbar.base_addr + PAGE, PAGE))
+            with self.subTest(method), self.in_the_middle(native, method, vbar.close):
+                self.assertEqual(call(vbar), of_closed)
+                self.assertIsNone(vbar._bar)
+            self.assertEqual(call(vbar), of_closed)
+
+    def test_one_that_is_closed_before_its_fault_or_at_a_nodes_end_is_offloaded_quietly(self):
+        with self.in_the_middle(_saved._pins, "pin", self.vbar.close):
+            self.assertIsNone(vbar_fault(self.alloc))
+        vbar = ModelVBAR(64 * MIB, 0)
+        with self.logged() as logged:
+            with self.in_the_middle(type(vbar._bar), "end_of_run", vbar.close):
+                model_vbar.vbars_reset_watermark_limits()
+        self.assertIn("the end of a node", "".join(logged.output))
+        self.assertEqual([r.levelname for r in logged.records if r.levelno > 20], [])
+
+    def test_a_comparison_of_one_that_is_closed_meanwhile_says_what_it_says(self):
+        signature = vbar_fault(self.alloc)
+        signature.use.streamed = True
+        # Whoever compares has it still.
+        saved = self.vbar._saved
+        with self.in_the_middle(_saved._pins, "pin", self.vbar.close):
+            self.assertFalse(vbar_signature_compare(signature, None))
+        self.assertIsNone(self.vbar._saved)
+        saved._drop(signature.use.unit)
+        self.assertEqual(saved._owed, 0)
+
+    def test_a_fault_that_fails_behind_its_pins_keeps_none(self):
+        for of, name in ((_saved.Saved, "pin"), (_saved.Saved, "enter")):
+            with self.failing(of, name):
+                error = refused(RuntimeError, "as told", vbar_fault, self.alloc)
+            self.assertIsInstance(error.__cause__, vbar_library.DriverError)
+            # The exception is held, which has frames.
+            self.assertEqual(self.vbar.get_residency()[0] & 2, 0)
+        self.assertIsNotNone(vbar_fault(self.alloc))
+
+    def test_an_unpin_that_fails_gives_its_pins_back(self):
+        for of, name in ((_saved.Saved, "before_unpin"), (vbar_comfy_pins, "unpin")):
+            self.assertIsNotNone(vbar_fault(self.alloc))
+            with self.failing(of, name):
+                error = refused(RuntimeError, "as told", vbar_unpin, self.alloc)
+            self.assertIsInstance(error.__cause__, vbar_library.DriverError)
+            del error
+            self.assertEqual(self.vbar.get_residency()[0] & 2, 0)
+
+    def test_an_unpin_needs_no_numbers_of_the_device(self):
+        self.assertIsNotNone(vbar_fault(self.alloc))
+        self.context.looked_at = 0.0
+        with self.failing(type(self.device), "statistics"):
+            vbar_unpin(self.alloc)
+        self.assertEqual(self.vbar.get_residency()[0] & 2, 0)
+
+    def test_marks_and_numbers_that_fail_raise_runtime_errors(self):
+        native, device = type(self.vbar._bar), type(self.device)
+        for of, method, call in (
+            (native, "info", self.vbar.loaded_size),
+            (native, "info", self.vbar.get_watermark),
+            (native, "info", model_vbar.vbars_analyze),
+            (native, "residency", self.vbar.get_residency),
+            (native, "prioritise", self.vbar.prioritize),
+            (native, "deprioritise", self.vbar.deprioritize),
+            (device, "statistics", control.get_total_vram_usage),
+            (device, "statistics", control.analyze),
+        ):
+            with self.subTest(method), self.failing(of, method):
+                refused(RuntimeError, "as told", call)
+
+    def test_a_device_that_is_closed_meanwhile_holds_nothing(self):
+        with self.in_the_middle(type(self.device), "statistics", control.deinit):
+            self.assertEqual(control.get_total_vram_usage(), 0)
+        self.sim.close()
+        self.open()
+        with self.in_the_middle(type(self.device), "statistics", control.deinit):
+            control.analyze()
+        self.sim.close()
+        self.open()
+
+    def test_a_lost_device_is_no_exception_of_init_devices(self):
+        self.sim.lose()
+        with self.logged("ERROR"):
+            self.assertFalse(control.init_devices([(0, MIB)]))
+        self.assertEqual(self.context.extra, 0)
+        torch.cuda.streams.clear()
+
+    def test_a_buffer_that_fails_to_unpin_is_closed_all_the_same(self):
+        buffer = vram_buffer.VRAMBuffer(1 << 30, 0)
+        buffer.get(1)
+        before = self.device.statistics().bar_count
+        with self.failing(vbar_comfy_pins, "unpin"):
+            error = refused(RuntimeError, "as told", buffer.close)
+        del error
+        self.assertEqual(self.device.statistics().bar_count, before - 1)
+        torch.cuda.synchronize()
+        self.device.free_memory()
+        self.assertEqual(control.get_total_vram_usage(), 0)
 
 
 class Vbar(Case):

@@ -8,10 +8,11 @@ import json
 import pathlib
 import sys
 import tempfile
+import types
 import unittest
 import unittest.mock
 
-from support import ROOT
+from support import ROOT, open_device
 
 sys.path.insert(0, str(ROOT / "benches"))
 import comfy_absent  # noqa: E402
@@ -160,6 +161,29 @@ class Bench(unittest.TestCase):
         two = found(weight_bytes=7 * GIB, samples=2)
         floor, _ = bench.floor_of(two, 4, made, 8)
         self.assertEqual(floor, max(0.5, min(4 * 8, 2 * (3.5 + 0.5 * 7)) / 50))
+
+    def test_only_what_vbar_has_counted_is_told(self):
+        def counts(is_dynamic, get_devctx):
+            control = types.SimpleNamespace(get_devctx=get_devctx)
+            client = types.SimpleNamespace(is_dynamic=is_dynamic, control=control)
+            return bench.Client.counts(client)
+
+        def none_open(index):
+            raise RuntimeError(f"device {index} was not opened")
+
+        # The plain client opens none; the original's context is a number, or has nothing of ours.
+        self.assertEqual(counts(False, none_open), {})
+        for context in (4711, object(), types.SimpleNamespace(device=3)):
+            self.assertEqual(counts(True, lambda _: context), {})
+        with open_device() as device:
+            told = device.statistics()
+            found = counts(True, {0: types.SimpleNamespace(device=device)}.get)
+        self.assertEqual(found["budget_bytes"], told.budget_bytes)
+        self.assertEqual({type(value) for value in found.values()} - {int}, set())
+        # All of them, and neither the tables nor where the budget is from.
+        left_out = {"budget_source", "refusal_counts", "waits"}
+        self.assertEqual(set(vars(told)) - set(found), left_out)
+        self.assertEqual(json.loads(json.dumps(found)), found)
 
     def test_what_is_absent_is_made_up_and_may_not_be_used(self):
         finder = comfy_absent.Absent()

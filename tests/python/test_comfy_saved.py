@@ -14,10 +14,12 @@ import unittest
 import unittest.mock
 
 from comfy_support import MIB, PAGE, Case, control
+from support import refused
 
 import comfy_aimdo.model_vbar as model_vbar
 import comfy_aimdo.vram_buffer as vram_buffer
-from vbar import PageState
+from vbar import Cancelled, DriverError, PageState, Reason, TimedOut
+from vbar._guard import Pins
 from vbar.comfy import _devices, _saved
 
 IN_FRAMES = (PageState.ISSUED, PageState.RESIDENT)
@@ -618,6 +620,203 @@ class Changes(Saving):
         for thread in threads:
             thread.join()
         self.assertEqual(failed, [])
+        client.close()
+
+
+class Waits(Saving):
+    """Work that is stuck, or a wait that is cancelled: nobody writes what a copy may be using."""
+
+    def start(self, **options):
+        client = super().start(**options)
+        self.bar, self.weights = self.model([PAGE] * 12)
+        self.settle(client, self.weights)
+        self.saved = self.bar._saved
+        return client
+
+    def unit_of(self, weight):
+        return self.saved._unit((weight.address - self.bar.base_addr, weight.nbytes))
+
+    def faulted_anew(self, client):
+        """A weight that was patched, and has its pins still."""
+        one = next(weight for weight in self.weights if self.unit_of(weight).saved)
+        one.kept, one.seed = None, one.seed + 100
+        self.assertFalse(client.use(one, unpin=False))
+        return one
+
+    def unpin_while_held(self, one):
+        """The copy of it is enqueued behind work that does not end."""
+        model_vbar.vbar_unpin(one.alloc)
+        self.assertTrue(self.unit_of(one).saved)
+
+    def check_refused(self, signature, words):
+        """It is compared with nothing, and differs."""
+        compare = model_vbar.vbar_signature_compare
+        return refused(RuntimeError, words, compare, signature, None)
+
+    def check_written_at_once(self, client, one):
+        """On a stream that is behind nothing: a copy that is under way is seen by the device."""
+        self.sim.launch_pattern(one.address, one.nbytes, one.seed, client.offload)
+        self.compute.wait_for(client.offload)
+        one.stored = one.seed
+        client.read(one)
+        model_vbar.vbar_unpin(one.alloc)
+        client.node()
+        self.settle(client, self.weights)
+        client.close()
+
+    def check_refused_until_done(self, client, begin, kind):
+        one = self.faulted_anew(client)
+        with self.compute.held():
+            self.unpin_while_held(one)
+            signature = model_vbar.vbar_fault(one.alloc)
+            one.seed += 100
+            end = begin()
+            error = self.check_refused(signature, "may not be written yet")
+            self.assertIsInstance(error.__cause__, kind)
+            # Nor the next time, as long as that work does not end.
+            self.check_refused(signature, "may be under way")
+            end()
+        # It is pinned as it was, and only its copy is gone.
+        at = (one.address - self.bar.base_addr) // PAGE
+        self.assertEqual(self.bar._bar.residency(at, 1)[0].pin_count, 1)
+        self.assertFalse(self.unit_of(one).saved)
+        self.assertFalse(model_vbar.vbar_signature_compare(signature, None))
+        one.kept = signature
+        self.check_written_at_once(client, one)
+
+    def test_who_compares_may_not_write_before_a_copy_is_done(self):
+        client = self.start()
+
+        def begin():
+            self.device.set_wait_timeout(0.05)
+            return lambda: self.device.set_wait_timeout(30)
+
+        self.check_refused_until_done(client, begin, TimedOut)
+
+    def test_nor_when_the_wait_is_cancelled(self):
+        client, over = self.start(), threading.Event()
+
+        def cancel():
+            while not over.wait(0.005):
+                self.device.cancel_waits()
+
+        def begin():
+            thread = threading.Thread(target=cancel)
+            thread.start()
+
+            def end():
+                over.set()
+                thread.join()
+
+            self.addCleanup(end)
+            return end
+
+        self.check_refused_until_done(client, begin, Cancelled)
+
+    def test_a_wait_that_failed_for_another_is_made_up_for_by_who_faults_next(self):
+        client = self.start()
+        one = self.faulted_anew(client)
+        self.device.set_wait_timeout(0.05)
+        with self.compute.held():
+            self.unpin_while_held(one)
+            # Whoever drops it writes nothing, and is told nothing.
+            self.saved.set_cut(0)
+            self.saved.set_cut(None)
+            self.assertFalse(self.unit_of(one).saved)
+            self.assertIsNone(model_vbar.vbar_fault(one.alloc))
+        self.device.set_wait_timeout(30)
+        signature = model_vbar.vbar_fault(one.alloc)
+        one.seed += 100
+        self.assertFalse(model_vbar.vbar_signature_compare(signature, None))
+        one.kept = signature
+        self.check_written_at_once(client, one)
+
+    def test_an_interrupt_of_a_wait_is_no_end_of_the_copy(self):
+        client = self.start()
+        one = self.faulted_anew(client)
+        kind, drop = type(self.bar._bar), type(self.bar._bar).drop_save
+
+        def interrupted(*arguments):
+            try:
+                drop(*arguments)
+            except TimedOut:
+                raise KeyboardInterrupt from None
+
+        self.device.set_wait_timeout(0.05)
+        with self.compute.held():
+            self.unpin_while_held(one)
+            signature = model_vbar.vbar_fault(one.alloc)
+            with unittest.mock.patch.object(kind, "drop_save", interrupted):
+                with self.assertRaises(KeyboardInterrupt):
+                    model_vbar.vbar_signature_compare(signature, None)
+            self.check_refused(signature, "may be under way")
+        self.device.set_wait_timeout(30)
+        one.seed += 100
+        self.assertFalse(model_vbar.vbar_signature_compare(signature, None))
+        one.kept = signature
+        self.check_written_at_once(client, one)
+
+    def test_a_save_that_failed_may_have_begun_its_copy(self):
+        client = self.start()
+        one = self.faulted_anew(client)
+        kind, save = type(self.bar._bar), type(self.bar._bar).save
+
+        def failing(*arguments):
+            save(*arguments)
+            raise DriverError("the fence of a copy")
+
+        with unittest.mock.patch.object(kind, "save", failing):
+            with self.logged("WARNING"):
+                model_vbar.vbar_unpin(one.alloc)
+        with unittest.mock.patch.object(_devices, "synchronize", lambda _: False):
+            self.assertIsNone(model_vbar.vbar_fault(one.alloc))
+        self.assertIsNotNone(model_vbar.vbar_fault(one.alloc))
+        model_vbar.vbar_unpin(one.alloc)
+        client.close()
+
+    def test_who_compares_may_not_write_before_a_fill_is_done(self):
+        client = self.start()
+        pages = self.bar._bar.residency(0, 12)
+        resident = [page.state in IN_FRAMES for page in pages]
+        one = self.weights[resident.index(False)]
+        self.bar.prioritize()
+        self.device.set_wait_timeout(0.05)
+        with self.compute.held():
+            # Its fill is behind the use of its frame, and that behind work that does not end.
+            for weight, there in zip(self.weights, resident):
+                if there:
+                    client.use(weight)
+            signature = model_vbar.vbar_fault(one.alloc)
+            self.assertIsNotNone(signature)
+            self.assertTrue(self.unit_of(one).uses[0].streamed)
+            # Another thread may have dropped its copy, and waited.
+            with unittest.mock.patch.object(_saved.Saved, "_drop", lambda *_: None):
+                error = self.check_refused(signature, "may not be written yet")
+                self.assertIsInstance(error.__cause__, TimedOut)
+                none = Pins(reason=Reason.FENCE_PENDING)
+                with unittest.mock.patch.object(_saved._pins, "pin", lambda *_: none):
+                    self.check_refused(signature, "not idle")
+        self.device.set_wait_timeout(30)
+        one.seed += 100
+        self.assertFalse(model_vbar.vbar_signature_compare(signature, None))
+        one.kept = signature
+        self.check_written_at_once(client, one)
+
+    def test_a_model_that_another_thread_closes_fails_nobody_elses_fault(self):
+        client = self.start()
+        other, _ = self.model([PAGE] * 3, 900)
+        native, info, closed = other._bar, type(other._bar).info, []
+
+        def closing(bar):
+            if bar is native and not closed:
+                closed.append(other.close())
+            return info(bar)
+
+        offloaded = self.model([PAGE] * 12, 500)[1]
+        with unittest.mock.patch.object(type(native), "info", closing):
+            for weight in offloaded:
+                client.use(weight)
+        self.assertEqual(closed, [None], "it was asked how much is resident")
         client.close()
 
 

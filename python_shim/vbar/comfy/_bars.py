@@ -11,7 +11,7 @@ import ctypes
 import functools
 import logging
 import threading
-from typing import Any, Optional, Tuple
+from typing import Any, Callable, Optional, Tuple, TypeVar
 
 from .._bar import Bar
 from .._errors import Error
@@ -32,6 +32,8 @@ _nowhere_lock = threading.Lock()
 
 #: The VBAR, the first address, the length in bytes.
 Alloc = Tuple["ModelVBAR", int, int]
+
+_Told = TypeVar("_Told")
 
 
 class ModelVBAR:
@@ -102,7 +104,7 @@ class ModelVBAR:
 
         Returns:
             A signature, which stays the same as long as no page lost its bytes; ``None`` when they
-            are offloaded.
+            are offloaded, as all are once the VBAR is closed.
 
         Raises:
             RuntimeError: it failed.
@@ -117,15 +119,24 @@ class ModelVBAR:
         held = self._held.get(key)
         if held:
             self._drop_leaked(key, held)
+        signature, pins = _signature_type(nbytes)(), None
         try:
             pins = saved.pin(key)
-        except Error as error:
-            raise RuntimeError(f"a fault of {nbytes} bytes at {address:#x} failed: {error}") from error
+            if pins.token:
+                value, signature.use = saved.enter(key, pins)
+        except (Error, RuntimeError) as error:
+            if pins is not None:
+                # Not when what is raised goes, which has this frame.
+                pins.release()
+            if self._bar is not None:
+                text = f"a fault of {nbytes} bytes at {address:#x} failed: {error}"
+                raise RuntimeError(text) from error
+            # Another thread has closed it meanwhile.
+            self.uses.fault(key, 0, Reason.NO_ADDRESSES)
+            return None
         if not pins.token:
             self.uses.fault(key, 0, Reason(pins.reason))
             return None
-        signature = _signature_type(nbytes)()
-        value, signature.use = saved.enter(key, pins)
         # What came back by itself is counted by the library.
         self.uses.fault(key, value)
         signature[0], signature[1] = value & 0xFFFF_FFFF, value >> 32
@@ -139,7 +150,8 @@ class ModelVBAR:
         What is not pinned stays so: clients unpin what they may have pinned.
 
         Raises:
-            RuntimeError: the use is known to no fence.
+            RuntimeError: the use is known to no fence, or what was to be done before failed; the
+                pins are given back all the same.
         """
         held = self._held.get((address - self.base_addr, nbytes))
         if not held:
@@ -149,11 +161,13 @@ class ModelVBAR:
         except IndexError:
             # Another thread was quicker.
             return
-        stream = _devices.current_stream(self._context.index)
-        if self._saved is not None:
-            self._saved.before_unpin(pins, stream)
+        stream, saved = _devices.current_stream(self._context.index), self._saved
         try:
-            _pins.unpin(pins, stream)
+            try:
+                if saved is not None:
+                    saved.before_unpin(pins, stream)
+            finally:
+                _pins.unpin(pins, stream)
         except Error as error:
             raise RuntimeError(f"an unpin of {nbytes} bytes at {address:#x}: {error}") from error
 
@@ -194,7 +208,9 @@ class ModelVBAR:
             bar.set_floor(self._pages_of(bar, self._limit))
             freed = bar.free_memory(wanted)
         except Exception as error:
-            logger.error("%r gave nothing back: %s", self, error)
+            # Closed by another thread it gives back all that it has.
+            level = logging.DEBUG if self._bar is None else logging.ERROR
+            logger.log(level, "%r gave nothing back: %s", self, error)
             return 0
         if not freed.bytes:
             level = logging.WARNING
@@ -204,9 +220,15 @@ class ModelVBAR:
         return int(freed.bytes)
 
     def loaded_size(self) -> int:
-        """Bytes that are resident."""
-        bar = self._bar
-        return 0 if bar is None else bar.info().resident_count * bar.page_size
+        """Bytes that are resident. Of one that is closed none, as of all that is told here."""
+        return self._ask(lambda bar: bar.info().resident_count * bar.page_size, 0)
+
+    def _missing_bytes(self) -> int:
+        """Bytes that were allocated, can be resident and are not."""
+        loaded = self.loaded_size()
+        # Behind that: another thread may have closed it meanwhile.
+        backed = self._backed
+        return min(self.offset, backed) - loaded if backed else 0
 
     def get_nr_pages(self) -> int:
         """Pages that may be resident at all."""
@@ -214,14 +236,14 @@ class ModelVBAR:
 
     def get_watermark(self) -> int:
         """Pages that may be resident now."""
-        bar = self._bar
-        return 0 if bar is None else bar.info().watermark * bar.page_size // PAGE
+        return self._ask(lambda bar: bar.info().watermark * bar.page_size // PAGE, 0)
 
     def get_residency(self) -> list[int]:
         """Of each page 1 when it is resident, 2 when it is pinned, or both."""
-        bar = self._bar
-        if bar is None:
-            return []
+        none: list[int] = []
+        return self._ask(self._residency_of, none)
+
+    def _residency_of(self, bar: Bar) -> list[int]:
         pages, size = bar.residency(), bar.page_size
         told = []
         for start in range(0, self._backed, PAGE):
@@ -235,8 +257,9 @@ class ModelVBAR:
 
     def close(self) -> None:
         """Gives pages and addresses back, when the work that uses them is done. Never blocks."""
-        bar, self._bar, self._saved = self._bar, None, None
+        # First what says that it is closed: whoever finds the library's VBAR closed looks there.
         self._backed = 0
+        bar, self._bar, self._saved = self._bar, None, None
         # Each owner gives its pins back as it goes.
         self._held = {}
         if bar is not None:
@@ -282,13 +305,24 @@ class ModelVBAR:
         if self._saved is not None:
             self._saved.set_cut(nbytes)
 
-    def _mark(self, act: Any) -> None:
+    def _mark(self, act: Callable[[Bar], None]) -> None:
+        self._ask(act, None)
+
+    def _ask(self, act: Callable[[Bar], _Told], of_closed: _Told) -> _Told:
+        """What is done with the library's VBAR, or ``of_closed``: another thread may close it at
+        any time.
+
+        Raises:
+            RuntimeError: it failed.
+        """
         bar = self._bar
         if bar is None:
-            return
+            return of_closed
         try:
-            act(bar)
+            return act(bar)
         except Error as error:
+            if self._bar is None:
+                return of_closed
             raise RuntimeError(f"{self!r}: {error}") from error
 
     @staticmethod
@@ -314,16 +348,26 @@ def vbar_signature_compare(first: Any, second: Any) -> bool:
 
     Raises:
         ValueError: the signatures are of ranges of different lengths.
+        RuntimeError: they differ, and work that reads or writes the bytes was not over when the
+            time was, or the wait was cancelled: whoever has faulted them may not write them yet.
+            To compare again waits again.
     """
     if first is None or second is None:
-        _saved.compared(first, second, False)
+        _tell(first, second, False)
         return False
     one, other = bytes(first), bytes(second)
     if len(one) != len(other):
         raise ValueError(f"signatures of {len(one)} and {len(other)} bytes are of different ranges")
     equal = one == other
-    _saved.compared(first, second, equal)
+    _tell(first, second, equal)
     return equal
+
+
+def _tell(first: Any, second: Any, equal: bool) -> None:
+    try:
+        _saved.compared(first, second, equal)
+    except Error as error:
+        raise RuntimeError(f"bytes that were faulted may not be written yet: {error}") from error
 
 
 def vbars_analyze(device: Any = None) -> int:
@@ -342,7 +386,9 @@ def vbars_reset_watermark_limits() -> None:
             try:
                 bar._end_of_node()
             except Error as error:
-                logger.warning("the end of a node for %r: %s", bar, error)
+                # That it was closed meanwhile is nothing to warn of.
+                level = logging.DEBUG if bar._bar is None else logging.WARNING
+                logger.log(level, "the end of a node for %r: %s", bar, error)
         _report.end_of_node(context)
 
 

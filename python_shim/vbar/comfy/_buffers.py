@@ -86,15 +86,24 @@ class VRAMBuffer:
         self._size = end
 
     def close(self) -> None:
-        """Gives the memory back. Its users' streams are not known, so all work is waited for."""
+        """Gives the memory back. Its users' streams are not known, so all work is waited for.
+
+        Raises:
+            RuntimeError: pins were not given back as they should be; it is closed all the same.
+        """
         held, self._held = self._held, []
-        if held and _devices.synchronize(self._context.index):
-            for pins in held:
-                _pins.unpin(pins, _abi.STREAM_NONE)
-        # Else each gives its pins back as it goes, behind the stream that it was got on.
-        del held
         self._size = 0
-        self._bar.close()
+        try:
+            try:
+                if held and _devices.synchronize(self._context.index):
+                    for pins in held:
+                        _pins.unpin(pins, _abi.STREAM_NONE)
+            finally:
+                # Else each gives its pins back as it goes, behind the stream that it was got on.
+                del held
+                self._bar.close()
+        except Error as error:
+            raise RuntimeError(f"the end of a buffer: {error}") from error
 
     def __del__(self) -> None:
         try:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Callable, Iterable
 from .. import _abi, _abi_torch, _library
 from .._device import Device
 from .._errors import Error
+from .._values import Statistics
 from . import _report
 
 if TYPE_CHECKING:
@@ -156,7 +157,7 @@ def init_devices(wanted: Iterable[Any]) -> bool:
                 contexts.pop(at).device.close()
             for context, before in changed:
                 context.extra = before
-                context.apply(_simple)
+                _apply(context)
             return False
         return True
 
@@ -249,14 +250,30 @@ def simple_headroom() -> int:
 
 def total_used() -> int:
     """Bytes of frames, of all devices."""
-    return sum(int(context.device.statistics().used_bytes) for context in list(contexts.values()))
+    told = [statistics(context) for context in list(contexts.values())]
+    return sum(int(one.used_bytes) for one in told if one is not None)
+
+
+def statistics(context: Context) -> Statistics | None:
+    """The numbers of a device; ``None`` when another thread has closed it meanwhile.
+
+    Raises:
+        RuntimeError: it has none.
+    """
+    try:
+        return context.device.statistics()
+    except Error as error:
+        if contexts.get(context.index) is not context:
+            return None
+        raise RuntimeError(f"{context!r} has no numbers: {error}") from error
 
 
 def analyze() -> None:
     """Says in the log what each device holds."""
     for index, context in list(contexts.items()):
-        told = context.device.statistics()
-        bars = context.bars()
+        told, bars = statistics(context), context.bars()
+        if told is None:
+            continue
         resident = sum(bar.loaded_size() for bar in bars)
         logger.info(
             "device %d: %d MiB of %d MiB in frames, of these %d MiB weights of %d models; %d MiB are "
@@ -277,10 +294,14 @@ def _set_simple(nbytes: int) -> None:
     global _simple
     _simple = nbytes
     for context in list(contexts.values()):
-        try:
-            context.apply(nbytes)
-        except Error as error:
-            logger.error("%r keeps its headroom: %s", context, error)
+        _apply(context)
+
+
+def _apply(context: Context) -> None:
+    try:
+        context.apply(_simple)
+    except Error as error:
+        logger.error("%r keeps its headroom: %s", context, error)
 
 
 def _headroom(nbytes: Any) -> int:

@@ -7,6 +7,7 @@ does not stay, since it was refused or lost while more is used than the budget h
 from then on the streaming engine fills its pages, ahead of need once it knows the order, and
 signatures stay the same. A client that finds one changed all the same, since it patched, has the
 unit's copy dropped before the comparison returns: whoever writes is never in a race with a fill.
+Where the wait for that fails, so does the comparison, and nobody writes until it was made up for.
 Pages that have stayed for some nodes lose their copies, one by one. Where the host runs short of
 memory copies go, at the end of a node or while it uses weights; the library gives what they were in
 back, a few windows at a time, from a thread of its own. Where there is no page-locked memory,
@@ -26,7 +27,7 @@ import time
 import weakref
 from typing import TYPE_CHECKING, Any, Iterator, Optional
 
-from .._errors import Cancelled, Error, HostMemory, TimedOut
+from .._errors import Cancelled, Closed, Error, HostMemory, StaleHandle, TimedOut
 from .._guard import Pins
 from .._values import PageState, Reason
 from . import _devices, _pins
@@ -153,6 +154,10 @@ class Saved:
         self._full_at = -1
         #: Bytes from here on are not to be resident.
         self.cut: Optional[int] = None
+        #: Waits for copies that have failed, and those of them that were made up for. The library
+        #: has forgotten those copies, so that nothing else orders a write behind them.
+        self._owed, self._paid = 0, 0
+        self._paying: Optional[threading.Event] = None
 
     def pin(self, key: Key) -> Pins:
         """Faults a range. One that is saved comes filled, for the current stream; any other once
@@ -221,7 +226,13 @@ class Saved:
                 self._drop_inner(use.unit)
 
     def told(self, use: Use, equal: bool) -> None:
-        """A client has compared the signature of a fault that it holds."""
+        """A client has compared the signature of a fault that it holds.
+
+        Raises:
+            vbar.Error: it may not write yet, since a copy may be under way still. Its pins stay,
+                and to compare again waits again.
+        """
+        failed = None
         with self._lock:
             if use not in use.unit.uses:
                 return
@@ -231,11 +242,18 @@ class Saved:
             # It writes from here on.
             use.equal = False
             if use.unit.saved:
-                self._drop(use.unit)
-            self._drop_inner(use.unit)
+                failed = self._drop(use.unit)
+            failed = self._drop_inner(use.unit) or failed
+        try:
+            if failed is not None:
+                raise failed
+        finally:
+            # Else the exception has this frame, which has the exception.
+            del failed
+        if not self._settle():
+            raise Error("copies of memory that may be written may be under way still")
         if use.streamed:
-            # On any stream: waits for what was ordered for one.
-            _pins.pin(self._bar, *use.unit.key, self._context.index).release()
+            self._wait_filled(use.unit)
 
     def end_of_node(self, is_first_to_go: bool) -> None:
         """Drops what is not needed any more, and more where the host has no memory for it."""
@@ -254,7 +272,12 @@ class Saved:
         if now < context.looked_at + _LOOK:
             return
         context.looked_at = now
-        excess = context.device.statistics().locked_excess_bytes
+        try:
+            excess = context.device.statistics().locked_excess_bytes
+        except Error as error:
+            # The unpin that it was for is good all the same: nothing is dropped this time.
+            logger.debug("%r has no numbers: %s", context, error)
+            return
         for bar in sorted(context.bars(), key=lambda bar: not bar._is_low):
             other = bar._saved
             if other is not None and excess > 0:
@@ -313,6 +336,9 @@ class Saved:
 
     def _fault(self, unit: Unit) -> Pins:
         streamed = unit.saved or any(one.saved for one in unit.inner)
+        if not streamed and not self._settle():
+            # As of all that is still in use: the client has its bytes elsewhere this time.
+            return Pins(reason=Reason.FENCE_UNKNOWN)
         pins = _pins.pin(self._bar, *unit.key, self._context.index, written=not streamed)
         pins.streamed = streamed
         return pins
@@ -362,8 +388,8 @@ class Saved:
         """Whether all weights and what else has frames are more than the budget. Without, a unit
         is out because the client wanted memory, and what has come of that is the client's.
         """
-        told, bars = self._context.device.statistics(), self._context.bars()
-        missing = sum(min(bar.offset, bar._backed) - bar.loaded_size() for bar in bars)
+        told = self._context.device.statistics()
+        missing = sum(bar._missing_bytes() for bar in self._context.bars())
         return bool(told.used_bytes + missing > told.budget_bytes)
 
     def _prepare(self, unit: Unit) -> bool:
@@ -388,25 +414,97 @@ class Saved:
                 self._bar.save(*piece.key, stream)
                 piece.saved, piece.still, piece.seen_before = True, 0, piece.seen
         except BaseException as error:
-            # An interrupt may come right behind a save, of which nobody would know.
+            # An interrupt may come right behind a save, of which nobody would know; a save that
+            # failed may have begun its copy, which no drop waits for.
+            self._owe()
             self._drop(unit)
             if not isinstance(error, Error):
                 raise
             logger.warning("%d bytes at %d are not saved: %s", unit.key[1], unit.key[0], error)
             unit.excluded = True
 
-    def _drop(self, unit: Unit) -> None:
-        """Forgets the copy of a unit, and room for one. Whoever has pinned it may write it then."""
-        for piece in unit.pieces:
-            self._drop_piece(piece)
+    def _drop(self, unit: Unit) -> Optional[Error]:
+        """Forgets the copy of a unit, and room for one. Whoever has pinned it may write it then.
 
-    def _drop_piece(self, piece: Piece) -> None:
+        Returns:
+            What ended the wait for copies to and from it, if something did: nobody may write it
+            before :meth:`_settle`. It is forgotten all the same.
+        """
+        failed = None
+        for piece in unit.pieces:
+            failed = self._drop_piece(piece) or failed
+        return failed
+
+    def _drop_piece(self, piece: Piece) -> Optional[Error]:
         # First: a fault that comes now finds its bytes lost where they are.
         piece.saved = False
         try:
             self._bar.drop_save(*piece.key)
+        except (StaleHandle, Closed):
+            # Another thread has closed the VBAR: nobody has these bytes any more.
+            return None
         except Error as error:
+            self._owe()
             logger.debug("the copy of %d bytes at %d: %s", piece.key[1], piece.key[0], error)
+            return error
+        except BaseException:
+            # An interrupt has ended the wait.
+            self._owe()
+            raise
+        return None
+
+    def _owe(self) -> None:
+        """A copy may be under way that nobody has waited for."""
+        with self._lock:
+            self._owed += 1
+
+    def _settle(self) -> bool:
+        """Waits for the copies whose own waits have failed, if there are any, as long as a fault
+        would; whether none is under way any more.
+        """
+        owed = self._owed
+        # One thread at a time, which may have begun before the last of them.
+        for _ in range(2):
+            if owed <= self._paid:
+                return True
+            if _devices.is_capturing() or not self._payment().wait(_pins.PATIENCE):
+                return False
+        return owed <= self._paid
+
+    def _payment(self) -> threading.Event:
+        """Set when a thread has waited for all work of the device: the fences of those copies are
+        gone. That wait has no end of its own where the device is stuck, and no signal ends it.
+        """
+        with self._lock:
+            if self._paying is None or self._paying.is_set():
+                self._paying = threading.Event()
+                told = self._owed, self._paying
+                name = "vbar.comfy copies"
+                threading.Thread(target=self._pay, args=told, name=name, daemon=True).start()
+            return self._paying
+
+    def _pay(self, owed: int, done: threading.Event) -> None:
+        try:
+            if _devices.synchronize(self._context.index):
+                with self._lock:
+                    self._paid = max(self._paid, owed)
+        finally:
+            done.set()
+
+    def _wait_filled(self, unit: Unit) -> None:
+        """Waits, for any stream, for what was ordered for one.
+
+        Raises:
+            vbar.Error: the wait failed.
+        """
+        try:
+            pins = _pins.pin(self._bar, *unit.key, self._context.index)
+        except (StaleHandle, Closed):
+            # Another thread has closed the VBAR: nobody has these bytes any more.
+            return
+        if not pins.token:
+            raise Error(f"the bytes are not idle: {Reason(pins.reason)}")
+        pins.release()
 
     def _drop_still(self, unit: Unit) -> None:
         """Forgets the copies of pages that have stayed for some nodes: one is enough."""
@@ -421,10 +519,12 @@ class Saved:
                 self._drop_piece(piece)
         unit.wanted = unit.saved
 
-    def _drop_inner(self, unit: Unit) -> None:
+    def _drop_inner(self, unit: Unit) -> Optional[Error]:
+        failed = None
         for part in unit.inner:
             if part.saved:
-                self._drop(part)
+                failed = self._drop(part) or failed
+        return failed
 
     def _unseen(self, unit: Unit) -> None:
         """Nobody compared: whether bytes were written is not known."""
