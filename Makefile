@@ -20,6 +20,14 @@ STAGED  := $(BUILT)/staged
 VERSION := $(shell sed -n 's/^version = "\(.*\)"/\1/p' Cargo.toml | head -n 1)
 ABI     := $(shell sed -n 's/^\#define VBAR_ABI_VERSION //p' include/vbar.h)
 
+# Recipes name files below FOLDER, and make has no way to quote them.
+SPACELESS := demo soak loom build install install-strip uninstall test-install test-install-release
+ifneq ($(words $(FOLDER)),1)
+ifneq ($(filter $(SPACELESS),$(MAKECMDGOALS)),)
+$(error the path $(FOLDER) has a space, which make cannot build in: move the checkout, or set CARGO_TARGET_DIR)
+endif
+endif
+
 # How long `make soak` lets real threads work with a driver that fails, and for how many operations
 # with one that does not.
 STRESS_SECONDS ?= 20

@@ -228,3 +228,26 @@ fn a_soak_is_looked_at_while_the_device_has_no_room_for_others() {
         assert!(!passed && text.contains("no usable GPU") && !text.contains("judged"), "{text}");
     }
 }
+
+/// A recipe of make's cannot quote: `rm -rf a b/target/staged` would take the folder `a`.
+#[test]
+fn make_builds_in_no_folder_whose_path_has_a_space() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let folder = TempDir::new().unwrap();
+    for (name, works) in [("a b", false), ("ab", true)] {
+        let checkout = folder.path().join(name);
+        fs::create_dir_all(checkout.join("include")).unwrap();
+        fs::create_dir(checkout.join("src")).unwrap();
+        for file in ["Makefile", "Cargo.toml", "include/vbar.h"] {
+            fs::copy(root.join(file), checkout.join(file)).unwrap();
+        }
+        for (target, needs) in [("demo", true), ("install", true), ("test", false)] {
+            let mut make = Command::new("make");
+            make.args(["--dry-run", target]).current_dir(&checkout);
+            // Prerequisites that are missing here are of no concern: only make's own word is.
+            let out = make.env_remove("CARGO_TARGET_DIR").env_remove("MAKEFLAGS").output().unwrap();
+            let said = String::from_utf8_lossy(&out.stderr);
+            assert_eq!(said.contains("has a space"), needs && !works, "{name} {target}: {said}");
+        }
+    }
+}

@@ -205,8 +205,14 @@ class Report(Case):
         self.assertIn("4096 bytes at 31.0 s", self.verdict(frames_apart)["wrong"][0])
 
         def too_much(number, sample):
-            sample["loads"]["python"]["used"] += (number == 7) << 30
+            sample["loads"]["python"]["used"] += (number == 7) << 31
         self.assertEqual(self.verdict(too_much)["code"], 1)
+
+        # A budget that was raised, and lowered again while all of it was in use.
+        def lingering(number, sample):
+            sample["loads"]["python"]["used"] = (10 << 30) // 8 + (number == limit)
+        for limit, wrong in ((-1, 0), (7, 1)):
+            self.assertEqual(len(self.verdict(lingering)["wrong"]), wrong)
 
     def test_too_little_is_neither(self):
         self.assertEqual(self.verdict(end=False)["code"], 3)
