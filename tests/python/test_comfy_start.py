@@ -163,7 +163,10 @@ class Start(unittest.TestCase):
         self.assertEqual((code, output.count(" False ")), (5, 2), errors)
 
     def test_what_is_wrong_is_said(self):
-        for arguments in ((), ("--help",), (self.folder / "none.py",)):
+        code, output, errors = self.python("-m", "vbar.comfy", "--help")
+        self.assertEqual((code, errors), (0, ""))
+        self.assertIn("usage: python -m vbar.comfy", output)
+        for arguments in ((), (self.folder / "none.py",)):
             code, output, errors = self.python("-m", "vbar.comfy", *arguments)
             self.assertEqual((code, output), (2, ""))
             self.assertIn("usage: python -m vbar.comfy", errors)

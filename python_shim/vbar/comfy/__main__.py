@@ -20,7 +20,10 @@ plain, as if this command were not there."""
 def main(arguments: list[str]) -> None:
     is_off = "--vbar-off" in arguments
     given = [argument for argument in arguments if argument != "--vbar-off"]
-    if not given or given[0] in ("-h", "--help"):
+    if given and given[0] in ("-h", "--help"):
+        print(_USAGE)
+        return
+    if not given:
         _stop(_USAGE)
     path = given[0]
     if os.path.isdir(path):
