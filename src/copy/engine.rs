@@ -9,7 +9,6 @@
 
 mod course;
 mod drift;
-mod fewest;
 mod meter;
 mod notes;
 mod plan;

@@ -9,7 +9,6 @@ use std::time::Duration;
 
 use super::course::{Arrival, Course};
 use super::drift::Drift;
-use super::fewest::Fewest;
 use super::meter::{Meter, Reading};
 use super::notes::{Note, Notes, Taken};
 use super::plan::Plan;
@@ -66,8 +65,6 @@ pub(super) struct Runner {
     course: Course,
     plan: Option<Plan>,
     plans: u64,
-    /// Frames for the pages that are planned.
-    frames: Fewest,
     meter: Meter,
     measured_cycles: u64,
     /// As measured by the last turn of a cycle, and when the last plan was made.
@@ -189,7 +186,6 @@ impl Runner {
             self.meter.spoil();
         }
         if moved.is_turn {
-            self.frames.turn();
             let copied = &pager.device.counters.bytes_filled;
             let copied_bytes = copied.load(std::sync::atomic::Ordering::Relaxed);
             let reading = at_ns.map(|at_ns| Reading { at_ns, copied_bytes });
@@ -306,7 +302,6 @@ impl Runner {
             return;
         }
         let frames = pager.frames_for(|bar| self.bars.contains_key(&BarId(bar)));
-        let frames = self.frames.see(frames);
         let same = self.plan.as_ref().is_some_and(|plan| plan.revision == revision);
         let sampled = self.is_sampled();
         let plan = match self.plan.take() {
