@@ -54,6 +54,23 @@ impl Torch {
         address
     }
 
+    /// The largest tensor of up to `most` pages, as a program finds out: by trying, and some of
+    /// what it tries cannot be had.
+    pub(crate) fn largest(&self, most: u64) -> u64 {
+        let (mut low, mut high) = (0, most);
+        while low < high {
+            let middle = (low + high).div_ceil(2);
+            match self.allocator.malloc((middle * P) as usize, self.world.stream) {
+                Ok(block) => {
+                    self.allocator.free(block);
+                    low = middle;
+                }
+                Err(_) => high = middle - 1,
+            }
+        }
+        low
+    }
+
     /// Enqueues the pattern of `seed` over a block.
     pub(crate) fn write(&self, address: u64, bytes: u64, seed: u64, stream: Stream) {
         self.world.write(DeviceAddress(address), bytes, seed, stream);

@@ -72,22 +72,6 @@ impl Rig {
         }
     }
 
-    /// The largest tensor of up to `most` pages, found by asking, of which some cannot be had.
-    fn largest(&self, most: u64) -> u64 {
-        let (mut low, mut high) = (0, most);
-        while low < high {
-            let middle = (low + high).div_ceil(2);
-            match self.torch.allocator.malloc((middle * P) as usize, self.torch.world.stream) {
-                Ok(block) => {
-                    self.torch.allocator.free(block);
-                    low = middle;
-                }
-                Err(_) => high = middle - 1,
-            }
-        }
-        low
-    }
-
     #[track_caller]
     fn check_loaded(&self, what: &str) {
         let pages = self.model.vbar().residency();
@@ -114,7 +98,7 @@ impl Rig {
         torch.allocator.empty_cache().unwrap();
         runtime.free_memory(u64::MAX).unwrap();
         runtime.trim(0).unwrap();
-        let alone = self.largest(most);
+        let alone = torch.largest(most);
         let budget = runtime.numbers().budget_bytes / P;
         self.pass(0);
         self.check_loaded("behind tensors of all sizes");

@@ -66,22 +66,6 @@ impl Rig {
         !vbar.draw(u32::MAX).contains(['.', '!'])
     }
 
-    /// Largest tensor that can be had, in pages, as a program finds out: by trying.
-    fn largest(&self, most: u64) -> u64 {
-        let (mut low, mut high) = (0, most);
-        while low < high {
-            let middle = (low + high).div_ceil(2);
-            match self.torch.allocator.malloc((middle * P) as usize, self.torch.world.stream) {
-                Ok(block) => {
-                    self.torch.allocator.free(block);
-                    low = middle;
-                }
-                Err(_) => high = middle - 1,
-            }
-        }
-        low
-    }
-
     /// Pages that the allocator has mapped, and given back, so far.
     fn mapped(&self) -> (u64, u64) {
         let statistics = self.torch.allocator.statistics();
@@ -105,7 +89,7 @@ fn weights_come_into_the_frames_of_a_huge_tensor_that_was_freed_and_of_no_others
     let worlds = [budget(Some(Threads::Off)), budget(Some(Threads::On)), whole()];
     for (has_engine, world) in [false, true, false].into_iter().zip(worlds) {
         let rig = Rig::new(world, &[30]);
-        assert_eq!(rig.largest(50), 40);
+        assert_eq!(rig.torch.largest(50), 40);
         rig.pass(0, |_| rig.activate(&[]));
         assert!(rig.all_resident(0), "{}", rig.models[0].vbar().draw(40));
         // Weights give way to it as before, and have the frames back at once, also when it came
@@ -146,7 +130,7 @@ fn a_plan_that_was_made_beside_activations_grows_into_the_frames_of_a_huge_tenso
         rig.torch.allocator.empty_cache().unwrap();
         rig.torch.world.runtime.free_memory(u64::MAX).unwrap();
         rig.torch.world.runtime.trim(0).unwrap();
-        assert_eq!(rig.largest(41), 40);
+        assert_eq!(rig.torch.largest(41), 40);
         let block = rig.torch.malloc(40 * P);
         rig.torch.allocator.free(block);
         rig.pass(0, |_| ());
