@@ -9,6 +9,7 @@
 
 mod course;
 mod drift;
+mod fewest;
 mod meter;
 mod notes;
 mod plan;
@@ -233,6 +234,10 @@ impl Follow for Engine {
 
     fn closed(&self, bar: u32) {
         self.note(|| Note::Closed(bar));
+    }
+
+    fn gave_back(&self) {
+        self.note(|| Note::GaveBack);
     }
 }
 

@@ -63,6 +63,7 @@ mod threads;
 mod torch;
 mod torch_breaks;
 mod torch_breaks_more;
+mod torch_comes_and_goes;
 mod torch_graphs;
 mod torch_graphs_more;
 mod torch_graphs_random;

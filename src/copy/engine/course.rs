@@ -31,6 +31,8 @@ pub(super) struct Course {
     spent: VecDeque<PageRef>,
     /// The same, to be asked.
     is_spent: HashSet<PageRef>,
+    /// Pages of entered steps that cannot be fetched: the program's fault says why.
+    given_up: HashSet<PageRef>,
 }
 
 /// The pages of spans, one after the other.
@@ -84,12 +86,25 @@ impl Course {
         }
     }
 
-    /// Voids what is entered; what is in use stays so.
+    /// Voids what is entered; what is in use stays so. What is needed last may lose its frame
+    /// first.
     pub(super) fn clear(&mut self, kept: impl Fn(PageRef) -> bool) {
         self.wanted.clear();
-        for step in std::mem::take(&mut self.entered) {
-            pages_of(&step).for_each(|key| self.end_use(key, &kept));
+        self.given_up.clear();
+        for step in std::mem::take(&mut self.entered).iter().rev() {
+            step.iter().rev().flat_map(|span| span.pages().rev()).for_each(|key| {
+                self.end_use(key, &kept);
+            });
         }
+    }
+
+    /// Whether one of the next `count` pages that were fetched has lost its frame since, as one
+    /// does that the program's own memory was needed for.
+    pub(super) fn has_lost(&self, count: usize, is_absent: impl Fn(PageRef) -> bool) -> bool {
+        let wanted = self.wanted.front();
+        let entered = self.entered.iter().flat_map(|step| pages_of(step));
+        let mut fetched = entered.take_while(|page| Some(page) != wanted).take(count);
+        fetched.any(|page| is_absent(page) && !self.given_up.contains(&page))
     }
 
     fn end_use(&mut self, key: PageRef, kept: &impl Fn(PageRef) -> bool) {
@@ -100,6 +115,7 @@ impl Course {
                 return;
             }
             self.uses.remove(&key);
+            self.given_up.remove(&key);
         }
         if !kept(key) {
             self.add_spent(key);
@@ -141,9 +157,14 @@ impl Course {
         self.wanted.iter().take(count).copied().collect()
     }
 
-    /// The first `count` of the wanted pages have their frames, or cannot have them.
+    /// The first `count` of the wanted pages have their frames.
     pub(super) fn fetched(&mut self, count: usize) {
         self.wanted.drain(..count.min(self.wanted.len()));
+    }
+
+    /// The first `count` of the wanted pages cannot have frames.
+    pub(super) fn give_up(&mut self, count: usize) {
+        self.given_up.extend(self.wanted.drain(..count.min(self.wanted.len())));
     }
 
     /// Takes pages off the front that `fetched` holds for.
@@ -169,6 +190,7 @@ impl Course {
         self.entered.retain(|step| step.iter().all(|span| span.bar != bar));
         self.wanted.retain(|key| key.bar != bar);
         self.uses.retain(|key, _| key.bar != bar);
+        self.given_up.retain(|key| key.bar != bar);
         self.spent.retain(|key| key.bar != bar);
         self.is_spent.retain(|key| key.bar != bar);
     }
@@ -215,6 +237,38 @@ mod tests {
         assert_eq!((course.entered_count(), course.wanted(9)), (0, vec![]));
         assert_eq!((course.take_spent(), course.take_spent()), (Some(key(1)), None));
         assert!(course.is_needed(key(0)) && course.is_needed(key(7)));
+    }
+
+    #[test]
+    fn what_is_void_goes_from_the_end() {
+        let mut course = Course::default();
+        course.add_spent(key(9));
+        course.enter(&[span(0..2)]);
+        course.enter(&[span(2..4)]);
+        course.clear(|page| page.page == 2);
+        let spent: Vec<_> = std::iter::from_fn(|| course.take_spent()).collect();
+        // What was used before is needed later still.
+        assert_eq!(spent, [9, 3, 1, 0].map(key));
+    }
+
+    #[test]
+    fn a_fetched_page_without_a_frame_is_noticed_unless_it_cannot_have_one() {
+        let mut course = Course::default();
+        course.enter(&[span(0..2)]);
+        course.enter(&[span(2..4)]);
+        let is_absent = |absent: u32| move |page: PageRef| page.page == absent;
+        // Nobody has fetched any yet.
+        assert!(!course.has_lost(9, is_absent(0)));
+        course.fetched(2);
+        assert!(course.has_lost(9, is_absent(1)) && !course.has_lost(1, is_absent(1)));
+        assert!(!course.has_lost(9, is_absent(2)));
+        course.give_up(1);
+        assert!(!course.has_lost(9, is_absent(2)) && !course.has_lost(9, is_absent(3)));
+        // The next time it may have one.
+        course.clear(NONE_KEPT);
+        course.enter(&[span(2..3)]);
+        course.fetched(1);
+        assert!(course.has_lost(9, is_absent(2)));
     }
 
     #[test]

@@ -23,6 +23,8 @@ pub(super) enum Note {
     Unpinned(Span),
     /// The VBAR of this number was closed.
     Closed(u32),
+    /// The program had memory given back.
+    GaveBack,
     /// The order in which the program will fault.
     Hint(Vec<Vec<Span>>),
     /// A span that the program will want.

@@ -9,12 +9,14 @@ use std::time::Duration;
 
 use super::course::{Arrival, Course};
 use super::drift::Drift;
+use super::fewest::Fewest;
 use super::meter::{Meter, Reading};
 use super::notes::{Note, Notes, Taken};
 use super::plan::Plan;
 use super::samples::{Sample, Wanted as SamplesWanted};
 use crate::copy::fill::Keep;
 use crate::error::{Error, ErrorCode, Result};
+use crate::memory::page_table::PageState;
 use crate::memory::pager::{Fetched, PageOf, Pager, Role, Spent, Stop, Wanted};
 use crate::memory::vbar::Bar;
 use crate::model::placement::{Cycle, PassMeasured};
@@ -65,6 +67,8 @@ pub(super) struct Runner {
     course: Course,
     plan: Option<Plan>,
     plans: u64,
+    /// Frames to plan for.
+    frames: Fewest,
     meter: Meter,
     measured_cycles: u64,
     /// As measured by the last turn of a cycle, and when the last plan was made.
@@ -87,6 +91,17 @@ enum Progress {
     Made,
     /// Nothing to do before a note comes, or this time is over.
     Blocked(Duration),
+}
+
+/// How far a fetch came.
+#[derive(Default)]
+struct Came {
+    /// Pages that have their frames now.
+    done: usize,
+    /// Pages behind those that cannot be had.
+    given_up: usize,
+    /// Why not all of the others.
+    stop: Option<Stop>,
 }
 
 impl Runner {
@@ -153,6 +168,7 @@ impl Runner {
                 self.course.unpinned(&span, |page| is_kept(plan, page));
             }
             Note::Closed(bar) => self.forget(pager, BarId(bar)),
+            Note::GaveBack => self.frames = Fewest::default(),
             Note::Hint(order) => {
                 order.iter().flatten().for_each(|span| self.know(pager, span.bar));
                 self.schedule.hint(order.iter().map(Vec::as_slice));
@@ -186,6 +202,7 @@ impl Runner {
             self.meter.spoil();
         }
         if moved.is_turn {
+            self.frames.turn();
             let copied = &pager.device.counters.bytes_filled;
             let copied_bytes = copied.load(std::sync::atomic::Ordering::Relaxed);
             let reading = at_ns.map(|at_ns| Reading { at_ns, copied_bytes });
@@ -301,8 +318,11 @@ impl Runner {
         if revision == 0 {
             return;
         }
-        let frames = pager.frames_for(|bar| self.bars.contains_key(&BarId(bar)));
         let same = self.plan.as_ref().is_some_and(|plan| plan.revision == revision);
+        if !same {
+            self.frames = Fewest::default();
+        }
+        let frames = self.frames.see(pager.frames_for(|bar| self.bars.contains_key(&BarId(bar))));
         let sampled = self.is_sampled();
         let plan = match self.plan.take() {
             Some(plan) if same && plan.sampled == sampled => {
@@ -428,20 +448,22 @@ impl Runner {
         if !self.wishes.is_empty() {
             let wished: Vec<PageRef> = self.wishes.iter().take(BATCH).copied().collect();
             let fetched = self.fetch_pages(pager, &wished)?;
-            let done = fetched.done + usize::from(fetched.is_passed_over());
+            let done = fetched.done + fetched.given_up;
             self.wishes.drain(..done.min(self.wishes.len()));
             // Without a frame to spare a wish waits, and what is expected comes first.
-            if fetched.stop.is_none() || fetched.is_passed_over() {
+            if fetched.stop.is_none() {
                 return Ok(Progress::Made);
             }
         }
+        self.find_lost();
         self.look_ahead();
         let wanted = self.course.wanted(BATCH);
         if wanted.is_empty() {
             return Ok(Progress::Blocked(PAUSE_MAX));
         }
         let fetched = self.fetch_pages(pager, &wanted)?;
-        self.course.fetched(fetched.done + usize::from(fetched.is_passed_over()));
+        self.course.fetched(fetched.done);
+        self.course.give_up(fetched.given_up);
         Ok(match fetched.stop {
             Some(Stop::NoFrame) if std::mem::take(&mut self.is_search_due) => {
                 self.find_spent();
@@ -454,19 +476,33 @@ impl Runner {
     }
 
     /// Fetches pages in their order, as far as it goes.
-    fn fetch_pages(&mut self, pager: &Pager, pages: &[PageRef]) -> Result<Fetched> {
+    fn fetch_pages(&mut self, pager: &Pager, pages: &[PageRef]) -> Result<Came> {
         let wanted: Vec<Wanted> = pages.iter().map_while(|page| self.wanted(*page)).collect();
         if wanted.is_empty() {
-            return Ok(Fetched { done: 0, stop: Some(Stop::Closed) });
+            return Ok(Came { given_up: 1, ..Came::default() });
         }
         let (course, bars) = (&mut self.course, &self.bars);
-        let mut spent = SpentPages { course, bars, planned: self.plan.is_some() };
+        let (planned, limit) = (self.plan.is_some(), self.frames.limit());
+        let mut spent = SpentPages { course, bars, planned, limit };
         match pager.fetch(&wanted, &mut spent) {
+            Ok(Fetched { done, stop: Some(Stop::Refused(_) | Stop::Closed) }) => {
+                Ok(Came { done, given_up: 1, stop: None })
+            }
+            Ok(Fetched { done, stop }) => Ok(Came { done, given_up: 0, stop }),
             Err(error) if is_of_the_file(&error) => {
                 self.tell(&error);
-                Ok(Fetched { done: wanted.len(), stop: None })
+                Ok(Came { given_up: wanted.len(), ..Came::default() })
             }
-            fetched => fetched,
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Pages that were fetched and lost their frames to the program's own memory are wanted again,
+    /// in their turn.
+    fn find_lost(&mut self) {
+        let bars = &self.bars;
+        if self.course.has_lost(BATCH, |page| is_absent(bars, page)) {
+            self.leave_course();
         }
     }
 
@@ -503,6 +539,7 @@ struct SpentPages<'a> {
     bars: &'a HashMap<BarId, Arc<Bar>>,
     /// Without a plan the oldest is the one that is needed first: then none is named.
     planned: bool,
+    limit: Option<u64>,
 }
 
 impl Spent for SpentPages<'_> {
@@ -521,6 +558,10 @@ impl Spent for SpentPages<'_> {
     fn put_back(&mut self, page: PageOf) {
         self.course.add_spent(PageRef { bar: BarId(page.bar.id), page: page.page });
     }
+
+    fn frame_limit(&self) -> Option<u64> {
+        self.limit.filter(|_| self.planned)
+    }
 }
 
 /// Time of a page on a link that copies a MiB in `ns_per_mib`.
@@ -535,6 +576,11 @@ fn is_kept(plan: Option<&Plan>, page: PageRef) -> bool {
 fn is_mapped(bars: &HashMap<BarId, Arc<Bar>>, page: PageRef) -> bool {
     let word = |bar: &Arc<Bar>| bar.table.word(PageIndex(page.page));
     bars.get(&page.bar).is_some_and(|bar| word(bar).state.is_mapped())
+}
+
+fn is_absent(bars: &HashMap<BarId, Arc<Bar>>, page: PageRef) -> bool {
+    let state = |bar: &Arc<Bar>| bar.table.word(PageIndex(page.page)).state;
+    bars.get(&page.bar).is_some_and(|bar| state(bar) == PageState::Absent)
 }
 
 /// Whether the fault that comes for the page will say the same.

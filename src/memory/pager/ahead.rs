@@ -56,6 +56,9 @@ pub trait Spent {
     /// A page that was taken out and could not be had: it is pinned, or a stream uses it that no
     /// fence covers.
     fn put_back(&mut self, page: PageOf);
+    /// Frames that pages which a plan has may have: beyond them only what is spent is taken, as
+    /// what is free besides will soon be others' again. `None` without a limit.
+    fn frame_limit(&self) -> Option<u64>;
 }
 
 /// How far a fetch came.
@@ -65,14 +68,6 @@ pub struct Fetched {
     pub done: usize,
     /// Why not all of them.
     pub stop: Option<Stop>,
-}
-
-impl Fetched {
-    /// Whether the page that it stopped at cannot be had, and is to be passed over.
-    #[must_use]
-    pub fn is_passed_over(&self) -> bool {
-        matches!(self.stop, Some(Stop::Refused(_) | Stop::Closed))
-    }
 }
 
 /// What a fetch stopped at.
@@ -160,8 +155,16 @@ impl Pager {
         wanted: &[Wanted],
         spent: &mut dyn Spent,
     ) -> (Vec<Claim>, Fetched) {
-        let mut search =
-            Search { pager: self, blocked_pages: Vec::new(), blocked: Blocked::default() };
+        let spare_count = spent.frame_limit().map_or(u64::MAX, |frames| {
+            let planned = state.bars.values().filter(|entry| entry.kept.is_some());
+            frames.saturating_sub(planned.map(|entry| entry.resident.len() as u64).sum())
+        });
+        let mut search = Search {
+            pager: self,
+            spare_count,
+            blocked_pages: Vec::new(),
+            blocked: Blocked::default(),
+        };
         let mut claims = Vec::new();
         let mut fetched = Fetched { done: 0, stop: None };
         // Who waits for frames already comes first.
@@ -303,6 +306,8 @@ fn claim(state: &mut State, wanted: &Wanted, take: Take, users: Vec<Ticket>) -> 
 
 struct Search<'a> {
     pager: &'a Pager,
+    /// Frames without a page that may be taken.
+    spare_count: u64,
     /// Pages that were named and cannot be had now.
     blocked_pages: Vec<PageOf>,
     blocked: Blocked,
@@ -318,9 +323,12 @@ impl Search<'_> {
         let device = &self.pager.device;
         let strict = device.options.eviction == Eviction::Strict;
         let usable = if strict { Usable::Passed } else { Usable::Recorded };
-        let (mut spare, _) = take_spare(state, device, 1, usable, None);
-        if let Some(taken) = spare.pop() {
-            return Some(taken);
+        if self.spare_count > 0 {
+            let (mut spare, _) = take_spare(state, device, 1, usable, None);
+            if let Some(taken) = spare.pop() {
+                self.spare_count -= 1;
+                return Some(taken);
+            }
         }
         let limit = state.bar(bar.id).rank;
         for rank in state.order.range(..limit) {

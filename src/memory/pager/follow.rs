@@ -22,6 +22,8 @@ pub trait Follow: Send + Sync {
     fn unpinned(&self, device: &Device, spans: &[Span], stream: Stream);
     /// The VBAR of this number was closed.
     fn closed(&self, bar: u32);
+    /// The program had memory given back: what it uses from here on may be another amount.
+    fn gave_back(&self);
 }
 
 impl Pager {
@@ -73,6 +75,13 @@ impl Pager {
             && let Some(follower) = self.follower()
         {
             follower.closed(bar.id);
+        }
+    }
+
+    /// The program has asked for memory to be given back.
+    pub(super) fn tell_gave_back(&self) {
+        if let Some(follower) = self.follower() {
+            follower.gave_back();
         }
     }
 

@@ -273,6 +273,7 @@ impl Pager {
     /// `Closed`, `DeviceLost`, `ProcessEnding`, `Cancelled`, or what the driver says.
     pub fn free_memory(&self, bar: &Arc<Bar>, bytes: u64) -> Result<Freed> {
         let freed = self.free_from(bar, 0, bytes);
+        self.tell_gave_back();
         freed.map_err(|error| {
             self.told(error, format_args!("freeing {bytes} bytes of VBAR {}", bar.id))
         })
@@ -297,6 +298,7 @@ impl Pager {
     /// As [`Pager::free_memory`].
     pub fn free_device_memory(&self, bytes: u64) -> Result<Freed> {
         let freed = self.free_any(bytes);
+        self.tell_gave_back();
         freed.map_err(|error| self.told(error, format_args!("freeing {bytes} bytes")))
     }
 
@@ -460,7 +462,9 @@ impl Pager {
             let poison = self.trim_poison(self.kept_pages(keep_bytes));
             Ok(trimmed + u64::from(poison) * self.page_bytes())
         };
-        trim().map_err(|error| self.told(error, format_args!("trimming to {keep_bytes} bytes")))
+        let trimmed = trim();
+        self.tell_gave_back();
+        trimmed.map_err(|error| self.told(error, format_args!("trimming to {keep_bytes} bytes")))
     }
 
     fn kept_pages(&self, bytes: u64) -> u32 {

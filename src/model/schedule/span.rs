@@ -46,7 +46,7 @@ impl Span {
     }
 
     /// Its pages, by rising index.
-    pub fn pages(&self) -> impl Iterator<Item = PageRef> + use<> {
+    pub fn pages(&self) -> impl DoubleEndedIterator<Item = PageRef> + use<> {
         let bar = self.bar;
         (self.first..self.end).map(move |page| PageRef { bar, page })
     }
