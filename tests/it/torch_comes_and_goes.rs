@@ -62,7 +62,8 @@ fn what_comes_and_goes_in_each_pass_has_no_plan_made_anew() {
     let rig = Rig::new(40, 60);
     let numbers = || {
         let told = rig.torch.world.runtime.statistics();
-        (told.engine.plans, told.bytes_filled / P, told.misses)
+        let cache = rig.torch.allocator.statistics();
+        (told.engine.plans, told.bytes_filled / P, told.misses, cache.num_device_alloc)
     };
     // It learns that the tensor comes in each pass.
     (0..6).for_each(|_| rig.pass(12));
@@ -78,6 +79,8 @@ fn what_comes_and_goes_in_each_pass_has_no_plan_made_anew() {
     let (loaded, missed) = ((after.1 - before.1) / 12, after.2 - before.2);
     assert!(loaded <= streamed, "{loaded} pages a pass of {streamed}, {engine:?}");
     assert!(missed <= 24, "{missed} misses in 12 passes, {engine:?}");
+    // Nor does the tensor's memory go and come.
+    assert_eq!(after.3, before.3);
     // It comes no more, and weights have its frames.
     (0..4).for_each(|_| rig.pass(0));
     let engine = rig.torch.world.runtime.statistics().engine;

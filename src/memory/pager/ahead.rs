@@ -98,7 +98,8 @@ impl Pager {
         self.reap()?;
         self.shrink()?;
         self.prepare_poison()?;
-        self.ask_ahead(wanted);
+        let limit = spent.frame_limit();
+        self.ask_ahead(wanted, limit);
         let begin_ns = trace::begin();
         let (claims, fetched, _under_way) = {
             let mut state = self.state.lock();
@@ -127,7 +128,7 @@ impl Pager {
 
     /// Asks whoever holds frames that it can do without for those that there are not: before the
     /// engine names pages that lose theirs.
-    fn ask_ahead(&self, wanted: &[Wanted]) {
+    fn ask_ahead(&self, wanted: &[Wanted], limit: Option<u64>) {
         let Some(reclaimer) = self.reclaimer() else { return };
         let missing = {
             let state = self.state.lock();
@@ -135,7 +136,8 @@ impl Pager {
                 let PageOf { bar, page } = &wanted.page;
                 bar.table.word(PageIndex(*page)).state == PageState::Absent
             };
-            let needed = wanted.iter().filter(absent).count() as u32;
+            let needed = wanted.iter().filter(absent).count() as u64;
+            let needed = needed.min(spare_count(&state, limit)) as u32;
             let there = state.frames.free_count() + state.creatable(self.page_bytes());
             if state.is_turn(None) {
                 needed.saturating_sub(there + state.leaving_count())
@@ -155,13 +157,9 @@ impl Pager {
         wanted: &[Wanted],
         spent: &mut dyn Spent,
     ) -> (Vec<Claim>, Fetched) {
-        let spare_count = spent.frame_limit().map_or(u64::MAX, |frames| {
-            let planned = state.bars.values().filter(|entry| entry.kept.is_some());
-            frames.saturating_sub(planned.map(|entry| entry.resident.len() as u64).sum())
-        });
         let mut search = Search {
             pager: self,
-            spare_count,
+            spare_count: spare_count(state, spent.frame_limit()),
             blocked_pages: Vec::new(),
             blocked: Blocked::default(),
         };
@@ -288,6 +286,14 @@ impl Drop for UnderWay<'_> {
             self.pager.tidy_closed(&closed.page.bar);
         }
     }
+}
+
+/// Frames without a page that may be taken while pages with a plan are to have `limit` at most.
+fn spare_count(state: &State, limit: Option<u64>) -> u64 {
+    limit.map_or(u64::MAX, |limit| {
+        let planned = state.bars.values().filter(|entry| entry.kept.is_some());
+        limit.saturating_sub(planned.map(|entry| entry.resident.len() as u64).sum())
+    })
 }
 
 fn claim(state: &mut State, wanted: &Wanted, take: Take, users: Vec<Ticket>) -> Claim {
