@@ -248,16 +248,16 @@ due() {
         if [ -d dist ]; then due_part wheel 150; fi
     } &
     wait
-    # These fill it, compare what is free, or measure; first those that had no time the last time.
-    due_tests comfy 240 test_comfy_gpu.py
-    due_tests torch-large 120 test_torch_memory_gpu.py Large
-    due_step torch-stream-bench 120 python3 -u benches/torch_stream.py --quick
+    # These fill it, compare what is free, or measure; those that stand for most come first.
+    due_part suite 200
     due_step stream-bench 120 \
         python3 -u benches/stream.py --workloads equal --budgets 25,50 --rounds 3
-    due_step replay 120 python3 -u benches/torch_replay.py benches/torch_traces/traces/*.gz
-    due_part suite 200
     due_tests torch-requests 230 test_torch_gpu.py Requests Statistics Pools Memory Speed
     due_tests torch-books 60 test_torch_memory_gpu.py Books
+    due_tests torch-large 120 test_torch_memory_gpu.py Large
+    due_tests comfy 240 test_comfy_gpu.py
+    due_step torch-stream-bench 120 python3 -u benches/torch_stream.py --quick
+    due_step replay 120 python3 -u benches/torch_replay.py benches/torch_traces/traces/*.gz
     # Slow by its nature, so that it takes what is left.
     if declare -F sanitizer >/dev/null; then due_part sanitizer 300; fi
     if [ -s "$logs/failed" ]; then
