@@ -133,7 +133,10 @@ fn a_plan_that_was_made_beside_activations_grows_into_the_frames_of_a_huge_tenso
         assert_eq!(rig.torch.largest(41), 40);
         let block = rig.torch.malloc(40 * P);
         rig.torch.allocator.free(block);
-        rig.pass(0, |_| ());
+        // An engine may have a frame on its way still, as it had planned beside the tensor.
+        for _ in 0..if threads == Threads::On { 3 } else { 1 } {
+            rig.pass(0, |_| ());
+        }
         assert!(rig.all_resident(0), "{threads:?} {}", rig.models[0].vbar().draw(40));
         rig.check_shut();
     }
