@@ -51,6 +51,8 @@ pub(super) struct Windows {
 struct State {
     /// Bytes of the largest range that somebody waits for.
     wanted: Option<u64>,
+    /// Of those, what is being locked: whoever asks again meanwhile has to wait for no more.
+    in_hand: Option<u64>,
     is_under_way: bool,
     /// Counts what was locked, or could not be.
     round: u64,
@@ -94,7 +96,7 @@ impl Windows {
         if refused.is_some_and(|refused| refused.at.elapsed() < AGAIN_TIME) {
             return asked;
         }
-        state.wanted = state.wanted.max(wanted);
+        state.want(wanted);
         if !std::mem::replace(&mut state.is_under_way, true) {
             drop(state);
             let (device, room, carver) = (Arc::clone(device), Arc::clone(room), Arc::clone(carver));
@@ -135,16 +137,32 @@ impl Windows {
     fn note(&self, locked: Result<()>, wanted: Option<u64>) {
         let mut state = self.state.lock();
         state.round += 1;
+        state.in_hand = None;
         let (round, at, bytes) = (state.round, Instant::now(), wanted.unwrap_or(0));
         state.refused = locked.err().map(|why| Refused { round, at, bytes, why });
         self.changed.notify_all();
     }
 }
 
+impl State {
+    /// Somebody waits for so many bytes in a row, if anybody does.
+    fn want(&mut self, wanted: Option<u64>) {
+        if wanted > self.in_hand {
+            self.wanted = self.wanted.max(wanted);
+        }
+    }
+
+    /// What to lock now for those who wait.
+    fn begin(&mut self) -> Option<u64> {
+        self.in_hand = self.wanted.take();
+        self.in_hand
+    }
+}
+
 impl Task {
     fn run(self) {
         loop {
-            let wanted = self.windows.state.lock().wanted.take();
+            let wanted = self.windows.state.lock().begin();
             let is_enough = || self.carver.free_bytes() >= AHEAD_BYTES || self.windows.is_quiet();
             if wanted.is_none() && is_enough() {
                 return;
@@ -189,6 +207,7 @@ impl Drop for Task {
     fn drop(&mut self) {
         let mut state = self.windows.state.lock();
         state.is_under_way = false;
+        state.in_hand = None;
         // Whoever asked since asks again.
         state.round += 1;
         self.windows.changed.notify_all();
@@ -261,6 +280,20 @@ mod tests {
             let touched = memory.chunks(OS_PAGE).filter(|page| page[0] == 0 && page[1] == 7);
             assert_eq!(touched.count(), bytes / OS_PAGE);
         }
+    }
+
+    #[test]
+    fn who_asks_again_while_it_is_being_locked_has_no_second_one_locked() {
+        let mut state = State::default();
+        state.want(Some(2));
+        assert_eq!(state.begin(), Some(2));
+        // Its own, that of one who waits for less, and nobody's.
+        [Some(2), Some(1), None].into_iter().for_each(|wanted| state.want(wanted));
+        assert_eq!(state.wanted, None);
+        state.want(Some(3));
+        assert_eq!((state.begin(), state.begin()), (Some(3), None));
+        state.want(Some(1));
+        assert_eq!(state.begin(), Some(1));
     }
 
     /// Else the housekeeping takes it from whoever waits, who has another one locked, and so on.
