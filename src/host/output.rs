@@ -8,7 +8,7 @@
 //! do, and leaves the place as it was.
 
 use std::fs::{File, OpenOptions};
-use std::io;
+use std::io::{self, Read};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 
@@ -51,6 +51,35 @@ pub fn check(path: &Path) -> io::Result<()> {
         Err(error) if error.kind() == io::ErrorKind::AlreadyExists => Ok(()),
         Err(error) => Err(missing_folder(path).unwrap_or_else(|| told(error))),
     }
+}
+
+/// A kind of file, by what it begins with.
+pub struct Kind {
+    /// What it is called.
+    pub name: &'static str,
+    /// Its first bytes.
+    pub start: &'static str,
+}
+
+/// As [`check`], and whether the file that is there is an empty one, one of this kind, or none that
+/// has bytes to lose: a mistyped name may be that of a model.
+///
+/// # Errors
+/// `AlreadyExists` for a file of another kind; as [`check`], and of reading what is there.
+pub fn check_kind(path: &Path, kind: &Kind) -> io::Result<()> {
+    // Before it is read: it may be a link.
+    check(path)?;
+    match std::fs::metadata(path) {
+        Ok(there) if there.is_file() && there.len() > 0 => {}
+        _ => return Ok(()),
+    }
+    let mut start = Vec::new();
+    File::open(path)?.take(kind.start.len() as u64).read_to_end(&mut start)?;
+    if start == kind.start.as_bytes() {
+        return Ok(());
+    }
+    let text = format!("is there already and no {}; remove it or name another file", kind.name);
+    Err(io::Error::new(io::ErrorKind::AlreadyExists, text))
 }
 
 fn link_flag(path: &Path) -> i32 {
@@ -128,6 +157,24 @@ mod tests {
         // A pipe would have creating wait for its reader.
         rustix::fs::mkfifoat(rustix::fs::CWD, at("pipe"), rustix::fs::Mode::from(0o600)).unwrap();
         check(&at("pipe")).unwrap();
+    }
+
+    #[test]
+    fn a_file_of_another_kind_is_kept() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("file");
+        let kind = Kind { name: "trace", start: "{\"trace" };
+        for (bytes, is_taken) in
+            [("", true), ("{\"traces\"", true), ("{\"tra", false), ("x", false)]
+        {
+            std::fs::write(&path, bytes).unwrap();
+            let checked = check_kind(&path, &kind);
+            assert_eq!(checked.is_ok(), is_taken, "{bytes}: {checked:?}");
+            assert!(is_taken || checked.unwrap_err().to_string().contains("no trace"));
+            assert_eq!(std::fs::read_to_string(&path).unwrap(), bytes);
+        }
+        check_kind(&folder.path().join("new"), &kind).unwrap();
+        check_kind(Path::new("/dev/null"), &kind).unwrap();
     }
 
     #[test]

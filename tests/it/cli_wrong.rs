@@ -290,4 +290,12 @@ fn the_environment_in_help_is_what_is_read() {
     let traces = std::fs::read_dir(folder.path()).unwrap().flatten();
     let traces = traces.filter(|entry| entry.file_name().to_string_lossy().ends_with(".json"));
     assert_eq!(traces.count(), 1);
+    // A mistyped name costs nobody a model.
+    let before = std::fs::read(&path).unwrap();
+    let child = vbar(&arguments).env("VBAR_TRACE", &path).output().unwrap();
+    let errors = String::from_utf8_lossy(&child.stderr);
+    assert_eq!(child.status.code(), Some(0), "{errors}");
+    assert!(errors.contains("VBAR_TRACE: no trace of this run: "), "{errors}");
+    assert!(errors.contains("is there already and no trace"), "{errors}");
+    assert_eq!(std::fs::read(&path).unwrap(), before);
 }

@@ -60,7 +60,7 @@ pub(crate) struct Arguments {
     spans: usize,
 }
 
-const KIND: written::Kind = written::Kind { name: "trace", start: FILE_START };
+const KIND: output::Kind = output::Kind { name: "trace", start: FILE_START };
 
 /// Spans of one kind.
 #[derive(Serialize)]

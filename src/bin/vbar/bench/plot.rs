@@ -42,7 +42,7 @@ const COLOURS: [&str; 6] = ["#d55e00", "#e69f00", "#56b4e9", "#0072b2", "#009e73
 /// Lines that coincide show through each other.
 const DASHES: [&str; 6] = ["", "7 4", "", "", "2 3", "10 3 2 3"];
 
-const KIND: written::Kind = written::Kind { name: "plot", start: "<svg " };
+const KIND: output::Kind = output::Kind { name: "plot", start: "<svg " };
 
 /// Writes charts to a file, and says where they are.
 pub(super) fn write(path: &Path, charts: &[Chart], output: &Output) -> Result<()> {
