@@ -1079,9 +1079,10 @@ typedef struct VbarDeviceOptions {
    */
   uint32_t scrub;
   /*
-   0.
+   The budget in millionths of the device's memory, in place of `budget_bytes`: 500,000 are a
+   half of it; 0: none. On a device that is open: applied as a change unless 0.
    */
-  uint32_t reserved;
+  uint32_t budget_ppm;
 } VbarDeviceOptions;
 
 /*

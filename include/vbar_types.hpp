@@ -453,6 +453,8 @@ struct DeviceOptions {
     Threads threads = Threads::unset;
     // Most device memory for frames, in bytes; 0: what is free, less the headroom.
     std::uint64_t budget_bytes = 0;
+    // The budget in millionths of the device's memory, in its place; 0: none.
+    std::uint32_t budget_ppm = 0;
     // Device memory left free for others, in bytes; empty: 256 MiB.
     std::optional<std::uint64_t> headroom_bytes;
     // Size of pages, in bytes, a power of two and a multiple of the granularity; 0: 16 MiB.
@@ -484,6 +486,7 @@ inline VbarDeviceOptions raw(const DeviceOptions &options) {
     raw.ordinal = options.ordinal;
     raw.threads = static_cast<std::uint32_t>(options.threads);
     raw.budget_bytes = options.budget_bytes;
+    raw.budget_ppm = options.budget_ppm;
     if (options.headroom_bytes) {
         const std::uint64_t bytes = *options.headroom_bytes;
         raw.headroom_bytes = bytes == 0 ? VBAR_HEADROOM_NONE : bytes;

@@ -108,6 +108,22 @@ for text in README.md CHANGELOG.md LICENSE-APACHE LICENSE-MIT; do
 done
 folder "$doc"
 
+# Whether ldconfig looks into the folder of libraries: one of the system's, or one that its
+# configuration names.
+is_systems() {
+    case $LIBDIR in
+    /lib | /lib64 | /usr/lib | /usr/lib64) return 0 ;;
+    esac
+    cat /etc/ld.so.conf /etc/ld.so.conf.d/*.conf 2>/dev/null |
+        sed 's/#.*//; s/[[:space:]]//g; s,/*$,,' | grep -Fqx -- "$LIBDIR"
+}
+
 if [ "$verb" = install ] && [ -z "$DESTDIR" ]; then
-    echo "vbar $VERSION is in $PREFIX. Run ldconfig as root, so that programs find $soname."
+    echo "vbar $VERSION is in $PREFIX."
+    if is_systems; then
+        echo "Run ldconfig as root, so that programs find $soname."
+    else
+        echo "Programs find $soname with LD_LIBRARY_PATH=$LIBDIR, or linked with" \
+            "-Wl,-rpath,$LIBDIR."
+    fi
 fi

@@ -184,6 +184,7 @@ pub fn align_up(value: u64, alignment: u64) -> Option<u64> {
 /// # Errors
 /// A sentence that quotes the text when it is no such size or does not fit in 64 bits.
 pub fn parse_bytes(text: &str) -> Result<u64, String> {
+    let no_size = || format!("{} is not a size: use bytes, or K, M, G, T", quoted(text));
     let trimmed = text.trim();
     let number_end =
         trimmed.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(trimmed.len());
@@ -194,16 +195,16 @@ pub fn parse_bytes(text: &str) -> Result<u64, String> {
         "m" | "mb" | "mib" => MIB,
         "g" | "gb" | "gib" => GIB,
         "t" | "tb" | "tib" => TIB,
-        _ => return Err(format!("{} is not a size: use bytes, or K, M, G, T", quoted(text))),
+        _ => return Err(no_size()),
     };
-    let wrong = || format!("{} is not a size that fits in 64 bits", quoted(text));
+    let too_large = || format!("{} is not a size that fits in 64 bits", quoted(text));
     if let Ok(whole) = number.parse::<u64>() {
-        return whole.checked_mul(unit).ok_or_else(wrong);
+        return whole.checked_mul(unit).ok_or_else(too_large);
     }
-    let fraction: f64 = number.parse().map_err(|_| wrong())?;
+    let fraction: f64 = number.parse().map_err(|_| no_size())?;
     let bytes = fraction * unit as f64;
     if !(0.0..1.8e19).contains(&bytes) {
-        return Err(wrong());
+        return Err(too_large());
     }
     Ok(bytes as u64)
 }
@@ -233,6 +234,12 @@ mod tests {
         assert_eq!(parse_bytes(" 2 kb "), Ok(2 * KIB));
         for wrong in ["", "G", "-1", "1X", "1e400", "99999999999999999999", "20000000T", "1.2.3"] {
             assert!(parse_bytes(wrong).is_err(), "{wrong} was accepted");
+        }
+        // What is no number is not said to be too large.
+        for (text, is_number) in [("", false), (".", false), ("1.2.3", false), ("20000000T", true)]
+        {
+            let error = parse_bytes(text).unwrap_err();
+            assert_eq!(error.contains("64 bits"), is_number, "{error}");
         }
     }
 

@@ -51,6 +51,37 @@ fn declared() -> BTreeSet<String> {
     found
 }
 
+/// Where the system's list of folders has the libraries ldconfig helps, elsewhere it does not.
+#[test]
+fn what_is_left_to_do_after_installing_is_told_by_the_place() {
+    let folder = tempfile::tempdir().unwrap();
+    let staged = folder.path().join("staged");
+    fs::create_dir_all(staged.join("completions")).unwrap();
+    for name in ["vbar", "libvbar.so", "libvbar.a", "vbar.1", "native-static-libs"] {
+        fs::write(staged.join(name), "").unwrap();
+    }
+    for shell in ["bash", "zsh", "fish"] {
+        fs::write(staged.join("completions").join(shell), "").unwrap();
+    }
+    let said = |prefix: &Path, libraries: &Path, destdir: &str| {
+        let mut install = Command::new("sh");
+        install.current_dir(root()).arg("packaging/install.sh").arg("install").arg(&staged);
+        install.env("DESTDIR", destdir).env("PREFIX", prefix).env("LIBDIR", libraries);
+        for (name, place) in [("BINDIR", "bin"), ("INCLUDEDIR", "include"), ("DATADIR", "share")] {
+            install.env(name, prefix.join(place));
+        }
+        install.env("MANDIR", prefix.join("share/man")).env("VERSION", "0").env("ABI", "1");
+        run(&mut install)
+    };
+    let prefix = folder.path().join("private");
+    let told = said(&prefix, &prefix.join("lib"), "");
+    let place = prefix.join("lib").display().to_string();
+    assert!(told.contains(&format!("LD_LIBRARY_PATH={place}")), "{told}");
+    assert!(told.contains(&format!("-Wl,-rpath,{place}")) && !told.contains("ldconfig"), "{told}");
+    // A packager's folder is nobody's to run from.
+    assert_eq!(said(Path::new("/usr"), Path::new("/usr/lib"), prefix.to_str().unwrap()), "");
+}
+
 #[test]
 #[ignore = "make test-install"]
 fn the_libraries_define_their_functions_and_nothing_else() {

@@ -90,7 +90,7 @@ class DeviceOptions(ctypes.Structure):
         ("prefer", c_uint32),
         ("host_allowance_bytes", c_uint64),
         ("scrub", c_uint32),
-        ("reserved", c_uint32),
+        ("budget_ppm", c_uint32),
     ]
 
 

@@ -13,7 +13,7 @@ from ._errors import InvalidArgument
 from ._guard import Offloaded
 from ._many import Guards, Ranges
 from ._owner import Owned
-from ._sizes import Size, parse_seconds, parse_size, unsigned
+from ._sizes import Size, parse_part, parse_seconds, parse_size, unsigned
 from ._streams import Stream, handle_of
 from ._values import (
     BudgetSource,
@@ -44,7 +44,8 @@ class Device(Closeable):
             which is a CUDA device where there is one, else a simulated one. ``None`` is what the
             environment variable ``VBAR_DRIVER`` says, else ``"cuda"``.
         ordinal: the device's number in that driver.
-        budget: most device memory for frames, in bytes or as ``"8G"``; ``None`` is what is free,
+        budget: most device memory for frames, in bytes, as ``"8G"``, or as a part of the device's
+            memory: ``"50%"`` is half of all that it has, free or not. ``None`` is what is free,
             less the headroom, followed as it changes.
         headroom: device memory left free for others, likewise; ``None`` is 256 MiB.
         page_size: of pages and frames, a power of two; ``None`` is 16 MiB.
@@ -240,7 +241,11 @@ class Device(Closeable):
 
     @budget.setter
     def budget(self, budget: Size | None) -> None:
-        call(self._lib.vbar_device_set_budget, self._id, _given(budget, "budget"))
+        nbytes, ppm = _budget_options(budget)
+        if ppm:
+            # As the library computes it where a device is opened so.
+            nbytes = max(self._info.total_bytes * ppm // 1_000_000, 1)
+        call(self._lib.vbar_device_set_budget, self._id, nbytes)
 
     @property
     def headroom(self) -> int:
@@ -434,12 +439,14 @@ def options_of(
     staging_slots: int | None = None,
 ) -> _abi.DeviceOptions:
     """The options of :class:`Device`, as the library wants them."""
+    budget_bytes, budget_ppm = _budget_options(budget)
     return _abi.DeviceOptions(
         size=ctypes.sizeof(_abi.DeviceOptions),
         driver=None if driver is None else c_text(driver, "driver"),
         ordinal=unsigned(ordinal, "ordinal", _U32_MAX),
         threads=_threads_option(threads),
-        budget_bytes=_given(budget, "budget"),
+        budget_bytes=budget_bytes,
+        budget_ppm=budget_ppm,
         headroom_bytes=_headroom_option(headroom),
         page_bytes=_given(page_size, "page_size"),
         context=None if context is None else unsigned(context, "context"),
@@ -463,6 +470,19 @@ def _given(size: Size | None, what: str) -> int:
     if not nbytes:
         raise InvalidArgument(f"{what} is 0: None is the default")
     return nbytes
+
+
+def _budget_options(budget: Size | None) -> tuple[int, int]:
+    """Bytes and millionths of the device's memory, of which at most one is not 0."""
+    ppm = parse_part(budget, "budget")
+    if ppm is not None:
+        return 0, ppm
+    try:
+        return _given(budget, "budget"), 0
+    except InvalidArgument as error:
+        if not isinstance(budget, str) or "no size" not in str(error):
+            raise
+        raise InvalidArgument(f"{error}; or a part of the device's memory, as 50%") from None
 
 
 def _headroom_option(headroom: Size | None) -> int:

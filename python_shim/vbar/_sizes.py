@@ -13,6 +13,9 @@ Size = Union[SupportsIndex, str]
 
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 _TEXT = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*(?:([kmgt])(?:i?b)?|b)?\s*", re.I)
+_PERCENT = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*%\s*")
+#: In millionths, a percent being 10,000: what the library takes.
+_PPM_MAX = (1 << 32) - 1
 _U64_MAX = (1 << 64) - 1
 #: Digits before the point; zeros in front count as well.
 _DIGITS_MAX = 40
@@ -39,6 +42,25 @@ def parse_size(size: Size, what: str = "a size") -> int:
         except TypeError:
             raise InvalidArgument(f"{what}: {size!r} is no whole number of bytes") from None
     return unsigned(nbytes, what)
+
+
+def parse_part(text: object, what: str) -> int | None:
+    """A percentage such as ``"50%"`` in millionths, rounded; ``None`` for what has no ``%``.
+
+    Raises:
+        InvalidArgument: it has a ``%`` and is no percentage above 0.
+    """
+    if not isinstance(text, str) or "%" not in text:
+        return None
+    found = _PERCENT.fullmatch(text)
+    ppm = float(found[1]) * 10_000 if found else 0.0
+    # Whatever has more digits than a float can take is infinite.
+    if not 0.5 < ppm <= _PPM_MAX:
+        shown = text if len(text) <= _DIGITS_MAX else f"{text[:20]}..."
+        raise InvalidArgument(
+            f"{what}: {shown!r} is no part of a device: use a percentage above 0, as 50%"
+        )
+    return round(ppm)
 
 
 def unsigned(number: SupportsIndex, what: str, most: int = _U64_MAX) -> int:

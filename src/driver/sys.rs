@@ -291,7 +291,8 @@ fn library_missing(path: &OsStr, error: &libloading::Error) -> Error {
     let text = format!(
         "{path}, the CUDA driver's library, could not be opened ({reason}). Install the NVIDIA \
          driver; in a container, start it with the NVIDIA container runtime (docker run --gpus \
-         all). With no GPU, VBAR_DRIVER=sim chooses the simulated device"
+         all). With no GPU, name sim in the place of cuda for the simulated device; where no \
+         device is named, VBAR_DRIVER=sim does"
     );
     Error::new(ErrorCode::DriverMissing, text)
 }

@@ -3,6 +3,7 @@
 #![expect(unsafe_code, reason = "exported symbols must keep their names")]
 
 use std::ffi::{c_char, c_void};
+use std::num::NonZeroU32;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -177,8 +178,9 @@ pub struct VbarDeviceOptions {
     pub host_allowance_bytes: u64,
     /// A `VbarScrub`. It is that of the first opening while the device is open.
     pub scrub: u32,
-    /// 0.
-    pub reserved: u32,
+    /// The budget in millionths of the device's memory, in place of `budget_bytes`: 500,000 are a
+    /// half of it; 0: none. On a device that is open: applied as a change unless 0.
+    pub budget_ppm: u32,
 }
 
 // SAFETY: integers and raw pointers; the size first.
@@ -281,6 +283,8 @@ pub(super) struct Opening {
     pub(super) ordinal: DeviceOrdinal,
     pub(super) options: RuntimeOptions,
     pub(super) wait_timeout: Option<Duration>,
+    /// The budget in millionths of a device's memory, where it is told so.
+    pub(super) budget_ppm: Option<NonZeroU32>,
     /// Whether a device that is open keeps the page size that it has.
     pub(super) any_pages: bool,
 }
@@ -293,6 +297,7 @@ impl Opening {
             ordinal: DeviceOrdinal(options.ordinal),
             options: runtime_options(options)?,
             wait_timeout: (timeout != 0).then(|| Duration::from_millis(timeout)),
+            budget_ppm: NonZeroU32::new(options.budget_ppm),
             any_pages: false,
         })
     }
@@ -303,6 +308,10 @@ impl Opening {
             && let Ok(open) = Runtime::opened(&opened.driver, device)
         {
             self.options.page_size = open.page_size();
+        }
+        if let Some(ppm) = self.budget_ppm {
+            let total = opened.driver.device_total_mem(device)?;
+            self.options.budget_bytes = Some(part_of(total, ppm.get()));
         }
         let runtime = Runtime::open(opened.driver, device, self.options)?;
         if let Some(timeout) = self.wait_timeout {
@@ -322,6 +331,12 @@ impl Opening {
         let device = device.max(ordinal);
         Ok((opened, device))
     }
+}
+
+/// So many millionths of some bytes, rounded down; at least 1, as 0 bytes would be no budget.
+fn part_of(bytes: u64, ppm: u32) -> u64 {
+    let part = u128::from(bytes) * u128::from(ppm) / 1_000_000;
+    u64::try_from(part).unwrap_or(u64::MAX).max(1)
 }
 
 /// A program that names no driver wants a GPU: the simulated device is never a silent substitute.
@@ -350,8 +365,8 @@ fn runtime_options(options: &VbarDeviceOptions) -> Result<RuntimeOptions> {
         VBAR_HOST_ALLOWANCE_NONE => Some(0),
         bytes => Some(bytes),
     };
-    if options.reserved != 0 {
-        return Err(invalid(format!("reserved is {}: 0 is expected", options.reserved)));
+    if options.budget_ppm != 0 && options.budget_bytes != 0 {
+        return Err(invalid("budget_bytes and budget_ppm are both given: one of them is expected"));
     }
     let given = |count: u64| (count != 0).then_some(count);
     Ok(RuntimeOptions {

@@ -3,7 +3,8 @@
 //! For programs that do not trace themselves. Written when the last runtime closes, and at the
 //! exit of a process that leaves one open, as PyTorch's allocator does. One that is killed, calls
 //! `_exit` or becomes another program by an exec writes none. `%p` in the name is the process's
-//! number. Who runs with other rights than its caller's takes no file name from its environment.
+//! number. A file that is there and no trace is not replaced. Who runs with other rights than its
+//! caller's takes no file name from its environment.
 
 use std::io::{self, BufWriter, Write};
 use std::path::{Path, PathBuf};
@@ -12,7 +13,7 @@ use std::time::Duration;
 use crate::host::output;
 use crate::process;
 use crate::sync::Mutex;
-use crate::trace::{self, Trace};
+use crate::trace::{self, FILE_START, Trace};
 
 /// Spans that there is room for: minutes of a busy engine, in about 100 MiB.
 const SPANS_MAX: usize = 1 << 20;
@@ -32,7 +33,8 @@ pub(super) fn begin() {
     }
     let Some(path) = asked_path() else { return };
     // At the end nobody may be there any more who could be told.
-    if let Err(error) = output::create(&path) {
+    let kind = output::Kind { name: "trace", start: FILE_START };
+    if let Err(error) = output::check_kind(&path, &kind).and_then(|()| output::create(&path)) {
         log::warn!("VBAR_TRACE: no trace of this run: {}: {error}", path.display());
         return;
     }

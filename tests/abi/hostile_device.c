@@ -139,8 +139,9 @@ CASE(vbar_device_open) {
     options.scrub = 2;
     OPEN_FAILS(options, VBAR_STATUS_INVALID_ARGUMENT, "scrub is 2");
     options = good;
-    options.reserved = 1;
-    OPEN_FAILS(options, VBAR_STATUS_INVALID_ARGUMENT, "reserved is 1");
+    options.budget_ppm = 1;
+    options.budget_bytes = 1;
+    OPEN_FAILS(options, VBAR_STATUS_INVALID_ARGUMENT, "both given");
     options = good;
     options.host_mapped = UINT32_MAX;
     OPEN_FAILS(options, VBAR_STATUS_INVALID_ARGUMENT, "host_mapped is 4294967295");

@@ -136,13 +136,13 @@ fn nothing_else_is_replaced() {
     let (folder, path) = model("1M");
     let before = std::fs::read(&path).unwrap();
     let nowhere = folder.path().join("nowhere").join("trace.json");
-    for (target, why) in [
-        (text(&path), "no trace; remove it"),
-        (text(folder.path()), "is a folder"),
-        (text(&nowhere), "no such folder"),
+    for (code, target, why) in [
+        (2, text(&path), "no trace; remove it"),
+        (2, text(folder.path()), "is a folder"),
+        (3, text(&nowhere), "nowhere does not exist"),
     ] {
         let arguments = ["trace", text(&path), "--output", target, "--device", SIM, "--json"];
-        let report = json(2, &arguments);
+        let report = json(code, &arguments);
         let error = report["error"].as_str().unwrap();
         assert!(error.starts_with(target) && error.contains(why), "{error}");
     }

@@ -14,6 +14,7 @@ mod cli_help;
 mod cli_inspect;
 mod cli_terminal;
 mod cli_trace;
+mod cli_wrong;
 mod closing;
 mod closing_threads;
 mod device_scripts;

@@ -112,7 +112,7 @@ fn a_wrong_argument_is_told_with_those_that_are_right() {
         (&["--device", "sim:colour=red"], &["'colour'", "capacity", "granularity"]),
         (&["--prefer", "tape"], &["'tape'", "auto, ram nor disk"]),
         (&["--scrub", "maybe"], &["'maybe'", "neither on nor off"]),
-        (&["--passes", "0"], &["--passes", "not in 1.."]),
+        (&["--passes", "0"], &["--passes", "no whole number from 1 to"]),
     ] {
         let said = output(&[&["run", text(&path)], arguments].concat());
         let errors = String::from_utf8_lossy(&said.stderr);

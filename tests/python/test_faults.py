@@ -110,6 +110,38 @@ class Sizes(unittest.TestCase):
             with self.assertRaises(vbar.InvalidArgument, msg=repr(wrong)):
                 parse_size(wrong)
 
+    def test_a_budget_may_be_a_part_of_the_device(self):
+        with open_device(budget="50%") as device:
+            half = device.info.total_bytes // 2
+            self.assertEqual(device.budget, half)
+            device.budget = " 6.25 % "
+            self.assertEqual(device.budget, half // 8)
+            self.assertEqual(device.statistics().budget_bytes, 2 * PAGE)
+            bar = device.create_bar(4 * PAGE)
+            self.assertFalse(bar.fault(0, 4 * PAGE))
+            with bar.fault(0, 2 * PAGE) as guard:
+                self.assertTrue(guard)
+            # Opening and setting come to the same, and more than all is what bytes would be.
+            for text in ("33.3333%", "0.0001%", "250%"):
+                device.budget = text
+                with open_device(budget=text) as other:
+                    self.assertEqual(device.budget, other.budget)
+            self.assertEqual(device.budget, 5 * half)
+            long = "9" * 5000 + "%"
+            for wrong in ("%", "0%", "0.00001%", "-5%", "40%%", "%40", "1e2%", "x%", "5 0%", long):
+                with self.assertRaisesRegex(vbar.InvalidArgument, "use a percentage above 0") as told:
+                    device.budget = wrong
+                self.assertLess(len(str(told.exception)), 200)
+                with self.assertRaises(vbar.InvalidArgument):
+                    vbar.Device(spec(), budget=wrong)
+            self.assertEqual(device.budget, 5 * half)
+            with self.assertRaisesRegex(vbar.InvalidArgument, "'40x' is no size.*memory, as 50%"):
+                vbar.Device(spec(), budget="40x")
+            # Of other sizes there are no parts.
+            for option in ("headroom", "page_size", "host_allowance"):
+                with self.assertRaisesRegex(vbar.InvalidArgument, f"{option}: '50%' is no size"):
+                    vbar.Device(spec(), **{option: "50%"})
+
     def test_what_does_not_fit_a_number_of_c_is_refused_and_not_cut_off(self):
         with open_device() as device:
             bar = device.create_bar(4 * PAGE)

@@ -273,6 +273,23 @@ class Install(Case):
                 assert device.statistics().used_bytes >= 8 * MIB
         """, start=START)
 
+    def test_a_budget_may_be_a_part_of_the_device(self):
+        self.check("""
+            refused(vbar.InvalidArgument, "percentage above 0", vbar.torch.install, budget="0%")
+            assert torch._C._current is None
+            vbar.torch.install(budget="25%", **OPTIONS)
+            tensor = torch.empty(MIB, device="cuda")
+            with vbar.torch.device() as device:
+                quarter = device.info.total_bytes // 4
+                assert device.budget == quarter == device.statistics().budget_bytes
+                # The device is open now: a change of it.
+                vbar.torch.install(driver=OPTIONS["driver"], budget="50%")
+                assert device.budget == 2 * quarter
+                # None leaves it.
+                vbar.torch.configure(driver=OPTIONS["driver"])
+                assert device.budget == 2 * quarter
+        """, start=START)
+
     def test_its_device_shares_weights_and_budget(self):
         self.check("""
             with vbar.torch.device() as device, vbar.Device(**OPTIONS) as same:

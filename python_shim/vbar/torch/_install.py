@@ -63,9 +63,10 @@ def configure(
 ) -> None:
     """Say how devices are opened that PyTorch allocates on, each when it is first used.
 
-    Options are those of :class:`vbar.Device`, ``budget`` that of weights and tensors together. A
-    device that the program has open is shared, and what is given is changed of it as far as it can
-    be; its page size stays. :func:`install` and :func:`mem_pool` take the same ones.
+    Options are those of :class:`vbar.Device`, ``budget`` that of weights and tensors together;
+    ``"50%"`` is half of the memory of each device. A device that the program has open is shared,
+    and what is given is changed of it as far as it can be; its page size stays. :func:`install` and
+    :func:`mem_pool` take the same ones.
 
     Raises:
         AlreadyOpen: a device is open with another page size.

@@ -69,8 +69,9 @@ def stream(
         module: a ``torch.nn.Module``; may be built in :func:`empty_model`. Tied parameters stay
             tied, and one name in the file is enough for them.
         model: a safetensors file, a sharded model's index, or a folder.
-        budget: most device memory for frames, in bytes or as ``"8G"``; ``"auto"`` is what is free.
-            It is the device's: all that is streamed there shares it.
+        budget: most device memory for frames, in bytes, as ``"8G"``, or as a part of the device's
+            memory (not of the model's bytes), as ``"50%"``; ``"auto"`` is what is free. It is the
+            device's: all that is streamed there shares it.
         device: an open device; ``None`` opens PyTorch's, the one of its allocator after
             :func:`install`.
         ordinal: PyTorch's number of that one; ``None`` is its current one.

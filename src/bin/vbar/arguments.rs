@@ -1,10 +1,30 @@
 //! Arguments that several subcommands have, parsed from text.
 
+use std::fmt::Display;
+use std::ops::RangeInclusive;
+use std::str::FromStr;
+
 use vbar::driver::select::Selection;
 use vbar::model::synth::TOTAL_BYTES_MIN;
 use vbar::names::quoted;
 use vbar::options::{Prefer, Scrub, Threads};
 use vbar::units::{GIB, KIB, MIB, PageSize, format_bytes, parse_bytes};
+
+/// Parses a whole number in a range.
+pub(crate) fn whole<T>(
+    range: RangeInclusive<T>,
+) -> impl Fn(&str) -> Result<T, String> + Clone + Send + Sync + 'static
+where
+    T: Copy + FromStr + Display + PartialOrd + Send + Sync + 'static,
+{
+    move |text: &str| {
+        let number = text.trim().parse().ok().filter(|number| range.contains(number));
+        number.ok_or_else(|| {
+            let (from, to) = (range.start(), range.end());
+            format!("{} is no whole number from {from} to {to}", quoted(text))
+        })
+    }
+}
 
 /// Bytes of a synthetic model.
 pub(crate) fn synthetic_size(text: &str) -> Result<u64, String> {
@@ -39,11 +59,9 @@ pub(crate) fn device(text: &str) -> Result<Selection, String> {
 
 /// A probability.
 pub(crate) fn probability(text: &str) -> Result<f64, String> {
-    let rate = text.parse::<f64>().map_err(|error| format!("{}: {error}", quoted(text)))?;
-    if (0.0..=1.0).contains(&rate) {
-        Ok(rate)
-    } else {
-        Err(format!("{} is not in 0..1", quoted(text)))
+    match text.parse::<f64>() {
+        Ok(rate) if (0.0..=1.0).contains(&rate) => Ok(rate),
+        _ => Err(format!("{} is no probability: use 0 to 1, as 0.02", quoted(text))),
     }
 }
 
@@ -86,7 +104,8 @@ pub(crate) enum Budget {
 /// Parses `400M` or `40%`.
 pub(crate) fn budget(text: &str) -> Result<Budget, String> {
     let Some(number) = text.trim().strip_suffix('%') else {
-        return parse_bytes(text).map(Budget::Bytes);
+        let of_model = |why| format!("{why}; or a part of the model, as 40%");
+        return parse_bytes(text).map(Budget::Bytes).map_err(of_model);
     };
     match number.trim().parse::<f64>() {
         Ok(percent) if percent > 0.0 && percent.is_finite() => Ok(Budget::Percent(percent)),
@@ -115,9 +134,23 @@ mod tests {
         assert_eq!(budget("8M"), Ok(Budget::Bytes(8 << 20)));
         assert_eq!(budget("40%").map(|budget| budget.bytes(1000)), Ok(400));
         assert_eq!(budget("0.5 %").map(|budget| budget.bytes(1000)), Ok(5));
-        for wrong in ["", "%", "-1%", "0%", "inf%", "nan%", "4X", "12 34"] {
-            assert!(budget(wrong).is_err(), "{wrong} was accepted");
+        for wrong in ["", "%", "-1%", "0%", "inf%", "nan%", "4X", "40x", "12 34"] {
+            let error = budget(wrong).unwrap_err();
+            assert!(error.contains("40%"), "{error}");
         }
+    }
+
+    #[test]
+    fn whole_numbers_are_bounded_and_their_bounds_told() {
+        let seconds = whole(0..=u64::MAX);
+        assert_eq!((seconds("10"), seconds("0")), (Ok(10), Ok(0)));
+        for wrong in ["abc", "", "-1", "1.5", "1k", "99999999999999999999"] {
+            let error = seconds(wrong).unwrap_err();
+            assert!(error.starts_with(&format!("'{wrong}' is no whole number from 0 to")));
+        }
+        let threads = whole(1..=64u32);
+        assert_eq!(threads("65").unwrap_err(), "'65' is no whole number from 1 to 64");
+        assert!(threads("0").is_err() && threads("64") == Ok(64));
     }
 
     #[test]

@@ -111,10 +111,16 @@ struct Report {
 pub(crate) fn doctor(arguments: &Arguments, output: &Output) -> Result<Verdict> {
     // A model that is not there is an error, as for every subcommand, and no finding.
     let model = arguments.model.as_deref().map(models::open).transpose()?;
+    let comfy_folder = arguments.comfy.as_ref().map(|named| comfy::folder(named.as_deref()));
+    let comfy_folder = comfy_folder.transpose()?;
     let machine = Machine::here();
     let mut lines = Lines::new(output);
+    if comfy_folder == Some(None) {
+        lines.push(comfy::unnamed());
+    }
     let opened = open(&arguments.device)?;
     let driver = examine_driver(&opened, &machine, &mut lines)?;
+    let driver_problems = lines.count(Level::Problem);
     let opened = opened.ok();
     let devices = examine_devices(opened.as_ref(), &driver, &machine, &mut lines);
     let platform = noted("machine", Platform::read(&machine), &mut lines);
@@ -142,28 +148,20 @@ pub(crate) fn doctor(arguments: &Arguments, output: &Output) -> Result<Verdict> 
         }
         _ => None,
     };
-    let comfy = comfy(arguments, &driver, &machine, memory.as_ref(), &mut lines)?;
+    let comfy = comfy_folder.map(|folder| {
+        let (own, is_measured) = (&arguments.comfy_arguments, !arguments.no_measure);
+        let facts = ComfyFacts::read(folder, own, &machine, memory.as_ref(), is_measured);
+        lines.extend(facts.lines(driver.cuda_version(), &machine, memory.as_ref()));
+        facts
+    });
     let ok = lines.count(Level::Problem) == 0;
-    conclude(&lines, opened.as_ref(), output);
+    let is_simulated_only = opened.is_some_and(|opened| opened.missing.is_some());
+    output.line(conclusion(&lines, is_simulated_only.then_some(driver_problems)));
     let lines = lines.into_shown();
     let report =
         Report { driver, devices, platform, memory, limits, model, measured, comfy, lines, ok };
     output.object(&report);
     Ok(Verdict::of(ok))
-}
-
-fn comfy(
-    arguments: &Arguments,
-    driver: &DriverFacts,
-    machine: &Machine,
-    memory: Option<&Memory>,
-    lines: &mut Lines<'_>,
-) -> Result<Option<ComfyFacts>> {
-    let Some(folder) = &arguments.comfy else { return Ok(None) };
-    let (folder, own) = (folder.as_deref(), &arguments.comfy_arguments);
-    let facts = ComfyFacts::read(folder, own, machine, memory, !arguments.no_measure)?;
-    lines.extend(facts.lines(driver.cuda_version(), machine, memory));
-    Ok(Some(facts))
 }
 
 /// A driver that was asked for by name and is not there is a finding, not an error; a simulated
@@ -275,19 +273,30 @@ fn measured(
     }
 }
 
-fn conclude(lines: &Lines<'_>, opened: Option<&Opened>, output: &Output) {
+/// What it all comes to. `driver_problems`: how many of the first problems say that there is no
+/// GPU, where only the simulated device works.
+fn conclusion(lines: &Lines<'_>, driver_problems: Option<usize>) -> String {
     let notes = match lines.count(Level::Note) {
         0 => String::new(),
         1 => " (1 note)".to_owned(),
         count => format!(" ({count} notes)"),
     };
-    let simulated_only = opened.is_some_and(|opened| opened.missing.is_some());
-    output.line(match (lines.count(Level::Problem), simulated_only) {
-        (0, _) => format!("fit: yes{notes}"),
-        (_, true) => format!("fit: no, there is no GPU; only the simulated device works{notes}"),
-        (1, false) => format!("fit: no, for 1 problem{notes}"),
-        (count, false) => format!("fit: no, for {count} problems{notes}"),
-    });
+    let problems = lines.topics(Level::Problem).skip(driver_problems.unwrap_or(0));
+    let problems: Vec<&str> = problems.collect();
+    let count = match problems.len() {
+        1 => "1 problem".to_owned(),
+        count => format!("{count} problems"),
+    };
+    let named = format!("{count}: {}", problems.join(", "));
+    let what = match (problems.is_empty(), driver_problems) {
+        (true, None) => return format!("fit: yes{notes}"),
+        (true, Some(_)) => "there is no GPU; only the simulated device works".to_owned(),
+        (false, Some(_)) => {
+            format!("there is no GPU; only the simulated device works; and for {named}")
+        }
+        (false, None) => format!("for {named}"),
+    };
+    format!("fit: no, {what}{notes}")
 }
 
 /// Whether anything can be resident on the device. A driver that does not know the attribute has no

@@ -33,6 +33,11 @@ pub(crate) const EXIT_GENERAL: &[(u8, &str)] = &[
 /// Variables that are read.
 pub(crate) const ENVIRONMENT: &[(&str, &str)] = &[
     ("VBAR_DRIVER", "what --device auto means, as sim:capacity=8G,seed=7 or cuda:1"),
+    (
+        "VBAR_TRACE",
+        "a file for a trace of the whole program, as vbar trace writes one; %p is its id",
+    ),
+    ("VBAR_PYTHON", "the Python that doctor --comfy asks"),
     ("RUST_LOG", "which messages of the library are shown on standard error, as vbar=debug"),
     ("NO_COLOR", "no colours, when it is set to anything but the empty text"),
     ("TMPDIR", "where stress and bench keep a model while they run; /tmp unless set"),

@@ -19,12 +19,13 @@ mod sources;
 mod stress;
 mod synth;
 mod trace;
+mod written;
 
-use std::io::ErrorKind;
+use std::io;
 use std::process::ExitCode;
 
-use clap::error::{ContextKind, ContextValue};
-use clap::{Parser, Subcommand};
+use clap::error::{ContextKind, ContextValue, ErrorKind};
+use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
 
 use help::Help;
 use output::{FAILED, Format, Output, USAGE};
@@ -80,14 +81,15 @@ enum Command {
 }
 
 fn main() -> ExitCode {
-    let cli = match Cli::try_parse() {
+    let parsed = command().try_get_matches();
+    let cli = match parsed.and_then(|matches| Cli::from_arg_matches(&matches)) {
         Ok(cli) => cli,
         Err(error) => {
             let error = with_hint(error);
             let code = u8::try_from(error.exit_code()).unwrap_or(USAGE);
             return match error.print() {
                 // Nobody reads: then nobody is told.
-                Err(failed) if failed.kind() != ErrorKind::BrokenPipe => ExitCode::from(FAILED),
+                Err(failed) if failed.kind() != io::ErrorKind::BrokenPipe => ExitCode::from(FAILED),
                 _ => ExitCode::from(code),
             };
         }
@@ -110,29 +112,44 @@ fn main() -> ExitCode {
     output.finish(result)
 }
 
-/// What an option was called once, and is elsewhere.
+/// The arguments, with a negative number told to the option that it was given to.
+fn command() -> clap::Command {
+    fn with_numbers(command: clap::Command) -> clap::Command {
+        let command = command.mut_args(|argument| {
+            let takes_number = argument.get_action().takes_values() && !argument.is_positional();
+            if takes_number { argument.allow_negative_numbers(true) } else { argument }
+        });
+        command.mut_subcommands(with_numbers)
+    }
+    with_numbers(Cli::command())
+}
+
+/// What an option was called once, and is elsewhere; and where JSON goes.
 fn with_hint(mut error: clap::Error) -> clap::Error {
     let context = |error: &clap::Error, kind| error.get(kind).map(ToString::to_string);
     let of_a_run = |usage: &str| [" run ", " trace "].iter().any(|name| usage.contains(name));
-    if context(&error, ContextKind::InvalidArg).as_deref() == Some("--threads")
+    let wrong = context(&error, ContextKind::InvalidArg).unwrap_or_default();
+    let hint = if wrong == "--threads"
         && context(&error, ContextKind::Usage).is_some_and(|usage| of_a_run(&usage))
     {
-        error.remove(ContextKind::SuggestedArg);
-        let hint = "whether the library has threads of its own is '--library-threads on|off'";
-        error.insert(ContextKind::Suggested, ContextValue::StyledStrs(vec![hint.into()]));
-    }
+        "whether the library has threads of its own is '--library-threads on|off'"
+    } else if wrong.ends_with(".json") && error.kind() == ErrorKind::UnknownArgument {
+        "'--json' takes no file: the object goes to standard output, as in '--json > report.json'"
+    } else {
+        return error;
+    };
+    error.remove(ContextKind::SuggestedArg);
+    error.insert(ContextKind::Suggested, ContextValue::StyledStrs(vec![hint.into()]));
     error
 }
 
 #[cfg(test)]
 mod tests {
-    use clap::CommandFactory;
-
     use super::*;
 
     #[test]
     fn the_arguments_are_sound_and_every_subcommand_has_help() {
-        let command = Cli::command();
+        let command = command();
         command.clone().debug_assert();
         let visible = command.get_subcommands().filter(|subcommand| !subcommand.is_hide_set());
         let names: Vec<&str> = visible.map(clap::Command::get_name).collect();

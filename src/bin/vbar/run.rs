@@ -2,11 +2,12 @@
 //!
 //! Owns the course of a run: open, bind, passes, and in a verified one the budget that is halved in
 //! mid-run and restored.
-//! How a pass faults is in `pass`, how bytes are checked in `verify`, what is shown in `screen` and
-//! `report`.
+//! How a pass faults is in `pass`, how bytes are checked in `verify`, how much room a run needs in
+//! `room`, what is shown in `screen` and `report`.
 
 mod pass;
 mod report;
+mod room;
 mod screen;
 mod verify;
 
@@ -17,9 +18,9 @@ use std::sync::Arc;
 use clap::Args;
 use vbar::driver::select::{self, Opened, Selection};
 use vbar::host::model_files::Model;
-use vbar::options::{HEADROOM_DEFAULT, Prefer, Scrub, Threads};
+use vbar::options::{Prefer, Scrub, Threads};
 use vbar::units::{PageSize, format_bytes, parse_bytes};
-use vbar::{ModelBar, Result, Runtime, RuntimeOptions};
+use vbar::{Error, ErrorCode, ModelBar, Result, Runtime, RuntimeOptions};
 
 use crate::arguments::{self, Budget};
 use crate::compute::Compute;
@@ -29,6 +30,7 @@ use crate::output::{Output, Verdict};
 use pass::Course;
 pub(crate) use report::Report;
 use report::{BudgetChange, Done, PassReport};
+use room::Room;
 use screen::Screen;
 use verify::Verifier;
 
@@ -62,12 +64,6 @@ pub(crate) const HELP: Help = Help {
     ],
 };
 
-/// Pages that a budget should have at least, unless the page size was given.
-const BUDGET_PAGES_MIN: u64 = 16;
-
-/// At most this part of a device is left free.
-const HEADROOM_PARTS: u64 = 16;
-
 /// Stream a model through a budget, tensor by tensor
 #[derive(Args)]
 #[command(after_help = HELP.text())]
@@ -88,7 +84,7 @@ pub(crate) struct Settings {
     budget: Option<Budget>,
     /// Times that every tensor is used
     #[arg(long, value_name = "N", default_value_t = 2)]
-    #[arg(value_parser = clap::value_parser!(u32).range(1..))]
+    #[arg(value_parser = arguments::whole(1..=u32::MAX))]
     passes: u32,
     /// auto, cuda[:index] or sim[:options]
     #[arg(long, value_parser = arguments::device, default_value = "auto")]
@@ -133,18 +129,21 @@ pub(crate) fn run(arguments: &Arguments, output: &Output) -> Result<Verdict> {
 /// # Errors
 /// Those of opening model and device, and of every step.
 pub(crate) fn carry_out(arguments: &Settings, output: &Output) -> Result<Report> {
+    arguments.check()?;
     let model = models::open_filled(&arguments.model)?;
-    let expected = arguments.expect.as_deref().map(Model::open).transpose()?;
+    let expected = match &arguments.expect {
+        Some(path) => Some(models::open_copy(path, &model)?),
+        None => None,
+    };
     let opened = select::open(&arguments.device)?;
     let budget = arguments.budget.map(|budget| budget.bytes(model.total_bytes()));
-    let page_size = match arguments.page_size {
-        Some(page_size) => page_size,
-        None => fitting_page_size(&opened, budget),
-    };
+    let room = Room::new(&opened, &model, arguments.page_size, arguments.verify);
+    let page_size = room.page_size(budget);
+    let least_budget = room.least_budget(budget)?;
     if arguments.verify {
-        verify::check(&opened, &model, page_size, budget)?;
+        verify::check(&opened, &model, page_size, budget, least_budget)?;
     }
-    let headroom_bytes = Some(fitting_headroom(&opened)?);
+    let headroom_bytes = Some(room::fitting_headroom(&opened)?);
     let options = RuntimeOptions {
         budget_bytes: budget,
         headroom_bytes,
@@ -165,29 +164,21 @@ pub(crate) fn carry_out(arguments: &Settings, output: &Output) -> Result<Report>
     let course = Plan {
         pass_count: arguments.passes,
         halves_budget: arguments.halve_budget.unwrap_or(arguments.verify) && arguments.passes >= 2,
+        least_budget,
     };
     stream(&opened, &runtime, model, checksums, course, &screen)
 }
 
-/// 16 MiB, or the largest that gives the budget a few pages to work with.
-fn fitting_page_size(opened: &Opened, budget: Option<u64>) -> PageSize {
-    let granularity = opened.driver.mem_get_allocation_granularity(opened.device);
-    // Without virtual memory management there is none, and no page either.
-    let granularity = granularity.unwrap_or(u64::MAX);
-    let mut page_size = PageSize::DEFAULT;
-    while let Some(smaller) = PageSize::new(page_size.bytes() / 2)
-        && smaller.bytes() >= granularity
-        && budget.is_some_and(|budget| budget / page_size.bytes() < BUDGET_PAGES_MIN)
-    {
-        page_size = smaller;
+impl Settings {
+    /// Refuses what is asked for and could not be done, before anything is read.
+    fn check(&self) -> Result<()> {
+        if self.halve_budget == Some(true) && self.passes < 2 {
+            let text = "--halve-budget on: the budget is halved in one pass and restored in the \
+                        next, so --passes must be 2 or more";
+            return Err(Error::new(ErrorCode::InvalidArgument, text));
+        }
+        Ok(())
     }
-    page_size
-}
-
-/// The usual headroom, less on a device so small that little would be left of it.
-fn fitting_headroom(opened: &Opened) -> Result<u64> {
-    let total = opened.driver.device_total_mem(opened.device)?;
-    Ok(HEADROOM_DEFAULT.min(total / HEADROOM_PARTS))
 }
 
 /// What a run comes to.
@@ -196,6 +187,8 @@ struct Plan {
     pass_count: u32,
     /// Only a run of two passes or more can.
     halves_budget: bool,
+    /// In which each tensor fits.
+    least_budget: u64,
 }
 
 /// All passes, between opening and closing what they need.
@@ -241,6 +234,7 @@ fn stream(
         bar: &bar,
         verifier,
         budget_bytes,
+        least_budget: plan.least_budget,
         budget_changes,
         passes,
         engine,

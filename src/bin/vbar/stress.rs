@@ -18,11 +18,12 @@ mod worker;
 mod world;
 
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Barrier};
+use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
 use clap::Args;
 use indicatif::ProgressBar;
+use parking_lot::RwLock;
 use vbar::driver::select::{self, Opened, Selection};
 use vbar::driver::sim::{Sim, SimOptions};
 use vbar::model::synth::SyntheticModel;
@@ -79,18 +80,20 @@ const MODEL_PARTS: (u64, u64) = (4, 3);
 #[derive(Args)]
 #[command(after_help = HELP.text())]
 pub(crate) struct Arguments {
-    /// How long
+    /// How long, in whole seconds
     #[arg(long, value_name = "N", default_value_t = 10)]
+    #[arg(value_parser = arguments::whole(0..=u64::MAX))]
     seconds: u64,
     /// End after so many operations instead, however long they take
     #[arg(long, value_name = "N", conflicts_with = "seconds")]
-    operations: Option<std::num::NonZeroU64>,
+    #[arg(value_parser = arguments::whole(1..=u64::MAX))]
+    operations: Option<u64>,
     /// Operations follow from it [default: drawn, and printed]
-    #[arg(long, value_name = "S")]
+    #[arg(long, value_name = "S", value_parser = arguments::whole(0..=u64::MAX))]
     seed: Option<u64>,
     /// Threads that work at the same time
     #[arg(long, value_name = "N", default_value_t = 4)]
-    #[arg(value_parser = clap::value_parser!(u32).range(1..=64))]
+    #[arg(value_parser = arguments::whole(1..=64u32))]
     threads: u32,
     /// auto, cuda[:index] or sim[:options]
     #[arg(long, value_parser = arguments::device, default_value = "auto")]
@@ -196,54 +199,79 @@ fn work(
     {
         sim.fail_rate(arguments.fail, seed);
     }
-    run_threads(&world, workers, arguments, output);
+    run_threads(&world, workers, arguments, output)?;
     drop(scope);
     Ok(invariants::look_at_the_end(world, budget_pages * page_size.bytes()))
 }
 
 /// Lets the workers work as long as they are told to, then heals the device and lets them finish.
-fn run_threads(world: &World, workers: Vec<Worker<'_>>, arguments: &Arguments, output: &Output) {
-    let (stopped, healed) = (Barrier::new(workers.len() + 1), Barrier::new(workers.len() + 1));
-    let start = Instant::now();
-    let thread_count = workers.len() as u64;
+///
+/// # Errors
+/// `Io` where the system does not give a thread; those that there are have finished then.
+fn run_threads(
+    world: &World,
+    workers: Vec<Worker<'_>>,
+    arguments: &Arguments,
+    output: &Output,
+) -> Result<()> {
+    let thread_count = workers.len();
+    let healed = RwLock::new(());
     std::thread::scope(|scope| {
-        for mut worker in workers {
-            let (stopped, healed) = (&stopped, &healed);
-            scope.spawn(move || {
-                let device = Arc::clone(worker.world.runtime.device());
-                let entered = device.enter();
-                while entered.is_ok() && !worker.world.journal.is_stopped() {
-                    worker.step();
-                }
-                stopped.wait();
-                healed.wait();
-                let world = worker.world;
-                if let Err(error) = entered.map(drop).and_then(|()| finish(worker)) {
-                    world.journal.violation(format!("giving everything back: {error}"));
-                }
-            });
+        let healing = healed.write();
+        // Closed when each worker has let go of its end.
+        let (working, all_stopped) = mpsc::channel::<()>();
+        let spawned = workers.into_iter().try_for_each(|worker| {
+            let (working, healed) = (working.clone(), &healed);
+            let work = move || work_and_finish(worker, working, healed);
+            std::thread::Builder::new().spawn_scoped(scope, work).map(drop)
+        });
+        drop(working);
+        if spawned.is_ok() {
+            watch(world, thread_count as u64, arguments, output);
         }
-        let bar = if output.draws() { ProgressBar::new_spinner() } else { ProgressBar::hidden() };
-        // None when it is over.
-        let time_left = || match arguments.operations {
-            Some(count) => (world.journal.operations() < count.get()).then_some(LOOK_INTERVAL),
-            None => Duration::from_secs(arguments.seconds).checked_sub(start.elapsed()),
-        };
-        while let Some(left) = time_left().filter(|_| !world.journal.is_stopped()) {
-            std::thread::sleep(LOOK_INTERVAL.min(left));
-            bar.set_message(format!("{} operations", world.journal.operations()));
-            bar.tick();
-            invariants::look(world, thread_count);
-        }
-        bar.finish_and_clear();
         world.journal.stop();
-        stopped.wait();
+        while all_stopped.recv().is_ok() {}
         if let Some(sim) = &world.sim {
             sim.heal();
             sim.set_outside_bytes(world.device, 0);
         }
-        healed.wait();
-    });
+        drop(healing);
+        spawned.map_err(|error| Error::io(format_args!("{thread_count} threads"), &error))
+    })
+}
+
+/// A worker's thread. It lets go of `working` when it has stopped, and finishes once it may lock
+/// `healed`.
+fn work_and_finish(mut worker: Worker<'_>, working: mpsc::Sender<()>, healed: &RwLock<()>) {
+    let world = worker.world;
+    let device = Arc::clone(world.runtime.device());
+    let entered = device.enter();
+    while entered.is_ok() && !world.journal.is_stopped() {
+        worker.step();
+    }
+    drop(working);
+    drop(healed.read());
+    if let Err(error) = entered.map(drop).and_then(|()| finish(worker)) {
+        world.journal.violation(format!("giving everything back: {error}"));
+    }
+}
+
+/// Looks at the invariants now and then, until the run is over.
+fn watch(world: &World, thread_count: u64, arguments: &Arguments, output: &Output) {
+    let start = Instant::now();
+    let bar = if output.draws() { ProgressBar::new_spinner() } else { ProgressBar::hidden() };
+    // None when it is over.
+    let time_left = || match arguments.operations {
+        Some(count) => (world.journal.operations() < count).then_some(LOOK_INTERVAL),
+        None => Duration::from_secs(arguments.seconds).checked_sub(start.elapsed()),
+    };
+    while let Some(left) = time_left().filter(|_| !world.journal.is_stopped()) {
+        std::thread::sleep(LOOK_INTERVAL.min(left));
+        bar.set_message(format!("{} operations", world.journal.operations()));
+        bar.tick();
+        invariants::look(world, thread_count);
+    }
+    bar.finish_and_clear();
 }
 
 fn finish(worker: Worker<'_>) -> Result<()> {

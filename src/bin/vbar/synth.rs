@@ -1,7 +1,7 @@
 //! `vbar synth`: writes a synthetic model, unless it is there already.
 
 use std::path::PathBuf;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use clap::Args;
 use indicatif::{ProgressBar, ProgressStyle};
@@ -39,10 +39,11 @@ pub(crate) struct Arguments {
     bytes: u64,
     /// Sizes and bytes follow from it
     #[arg(long, value_name = "S", default_value_t = 1)]
+    #[arg(value_parser = arguments::whole(0..=u64::MAX))]
     seed: u64,
     /// Files; more than one have an index
     #[arg(long, value_name = "N", default_value_t = 1)]
-    #[arg(value_parser = clap::value_parser!(u32).range(1..=i64::from(SHARDS_MAX)))]
+    #[arg(value_parser = arguments::whole(1..=SHARDS_MAX))]
     shards: u32,
     /// Replace regular files that are no synthetic models
     #[arg(long)]
@@ -98,6 +99,5 @@ fn progress(bytes: u64, output: &Output) -> ProgressBar {
     if let Ok(style) = ProgressStyle::with_template(template) {
         bar.set_style(style.progress_chars("=> "));
     }
-    bar.enable_steady_tick(Duration::from_millis(200));
     bar
 }

@@ -4,8 +4,7 @@
 //! trace is not replaced.
 
 use std::collections::BTreeMap;
-use std::fs::File;
-use std::io::{BufWriter, Read, Write};
+use std::io::{BufWriter, Write};
 use std::path::{Path, PathBuf};
 
 use clap::Args;
@@ -13,11 +12,13 @@ use serde::Serialize;
 use vbar::host::output;
 use vbar::trace::{FILE_START, Trace};
 use vbar::units::format_bytes;
-use vbar::{Error, ErrorCode, Result, trace};
+use vbar::{Error, Result, trace};
 
+use crate::arguments;
 use crate::help::{DEVICES, Help, SIZES};
 use crate::output::{Output, Verdict};
 use crate::run;
+use crate::written;
 
 pub(crate) const HELP: Help = Help {
     examples: &[
@@ -55,8 +56,11 @@ pub(crate) struct Arguments {
     output: PathBuf,
     /// Spans to keep, of about 80 bytes each; more are counted and dropped
     #[arg(long, value_name = "N", default_value_t = 1 << 20)]
+    #[arg(value_parser = arguments::whole(1..=usize::MAX))]
     spans: usize,
 }
+
+const KIND: output::Kind = output::Kind { name: "trace", start: FILE_START };
 
 /// Spans of one kind.
 #[derive(Serialize)]
@@ -81,7 +85,7 @@ struct Report<'a> {
 /// Runs the command.
 pub(crate) fn trace(arguments: &Arguments, output: &Output) -> Result<Verdict> {
     let path = &arguments.output;
-    check(path)?;
+    written::check(path, &KIND)?;
     trace::start(arguments.spans)?;
     let report = run::carry_out(&arguments.run, output);
     let trace = trace::stop();
@@ -103,34 +107,6 @@ pub(crate) fn trace(arguments: &Arguments, output: &Output) -> Result<Verdict> {
         ok: report.ok,
     });
     Ok(Verdict::of(report.ok))
-}
-
-/// Refuses a place where a trace cannot or should not be written, before the run.
-fn check(path: &Path) -> Result<()> {
-    let refuse = |why: &str| {
-        Err(Error::new(ErrorCode::InvalidArgument, format!("{}: {why}", path.display())))
-    };
-    let Ok(metadata) = std::fs::metadata(path) else {
-        let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());
-        return match folder.is_none_or(Path::is_dir) {
-            true => Ok(()),
-            false => refuse("there is no such folder"),
-        };
-    };
-    if metadata.is_dir() {
-        return refuse("is a folder; name a file");
-    }
-    if !metadata.is_file() || metadata.len() == 0 {
-        return Ok(());
-    }
-    let io_error = |error| Error::io(path.display(), &error);
-    let mut start = Vec::new();
-    let file = File::open(path).map_err(io_error)?;
-    file.take(FILE_START.len() as u64).read_to_end(&mut start).map_err(io_error)?;
-    match start == FILE_START.as_bytes() {
-        true => Ok(()),
-        false => refuse("is there already and no trace; remove it or name another file"),
-    }
 }
 
 fn write(trace: &Trace, path: &Path) -> Result<()> {

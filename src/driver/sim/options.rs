@@ -111,6 +111,9 @@ pub struct SimKey {
     set: Set,
 }
 
+/// What the value of a flag is called.
+const FLAG: &str = "FLAG";
+
 const fn key(name: &'static str, value: &'static str, about: &'static str, set: Set) -> SimKey {
     SimKey { name, value, about, set }
 }
@@ -158,27 +161,27 @@ impl SimOptions {
         key("jitter", "SIZE", "how much less than is free the driver may tell; 0", |to, text| {
             set(&mut to.jitter, size(text))
         }),
-        key("poison", "FLAG", "new memory holds 0xA5 instead of zeros; 0", |to, text| {
+        key("poison", FLAG, "new memory holds 0xA5 instead of zeros; 0", |to, text| {
             set(&mut to.poison, flag(text))
         }),
-        key("vmm", "FLAG", "virtual memory management works; 1", |to, text| {
+        key("vmm", FLAG, "virtual memory management works; 1", |to, text| {
             set(&mut to.vmm, flag(text))
         }),
-        key("host_vmm", "FLAG", "host frames can be mapped, as since CUDA 12.9; 1", |to, text| {
+        key("host_vmm", FLAG, "host frames can be mapped, as since CUDA 12.9; 1", |to, text| {
             set(&mut to.host_vmm, flag(text))
         }),
-        key("ctx_event", "FLAG", "cuCtxRecordEvent works, as since CUDA 12.5; 1", |to, text| {
+        key("ctx_event", FLAG, "cuCtxRecordEvent works, as since CUDA 12.5; 1", |to, text| {
             set(&mut to.ctx_event, flag(text))
         }),
-        key("peers", "FLAG", "devices reach each other's memory; 1", |to, text| {
+        key("peers", FLAG, "devices reach each other's memory; 1", |to, text| {
             set(&mut to.peers, flag(text))
         }),
-        key("read_only", "FLAG", "pages of files can be registered; 0", |to, text| {
+        key("read_only", FLAG, "pages of files can be registered; 0", |to, text| {
             set(&mut to.read_only, flag(text))
         }),
         key(
             "checked",
-            "FLAG",
+            FLAG,
             "peeks and sources of copies are checked for races too; 0",
             |to, text| set(&mut to.checked, flag(text)),
         ),
@@ -214,27 +217,40 @@ impl SimOptions {
         ),
     ];
 
-    /// Parses `key=value` pairs with commas between; the empty text gives the defaults.
+    /// Parses `key=value` pairs with commas between; the empty text gives the defaults. A flag's
+    /// name alone sets it.
     ///
     /// # Errors
-    /// `InvalidArgument` that names the key, and lists the keys when it is unknown.
+    /// `InvalidArgument` that names the key, and lists the keys when it is unknown; for a key
+    /// without its value too.
     pub fn parse(text: &str) -> Result<Self> {
         let mut options = Self::default();
         for pair in text.split(',').map(str::trim).filter(|pair| !pair.is_empty()) {
-            let (key, value) = pair.split_once('=').unwrap_or((pair, "1"));
+            let (key, value) = match pair.split_once('=') {
+                Some((key, value)) => (key.trim(), Some(value.trim())),
+                None => (pair, None),
+            };
             options
-                .set(key.trim(), value.trim())
+                .set(key, value)
                 .and_then(|()| options.check())
                 .map_err(|why| Error::new(ErrorCode::InvalidArgument, format!("sim: {why}")))?;
         }
         Ok(options)
     }
 
-    fn set(&mut self, name: &str, value: &str) -> std::result::Result<(), String> {
+    fn set(&mut self, name: &str, value: Option<&str>) -> std::result::Result<(), String> {
         let Some(key) = Self::KEYS.iter().find(|key| key.name == name) else {
             let keys: Vec<&str> = Self::KEYS.iter().map(|key| key.name).collect();
             let (name, keys) = (quoted(name), keys.join(", "));
             return Err(format!("unknown option {name}; the options are: {keys}"));
+        };
+        let value = match (value, key.value) {
+            (None, FLAG) => "1",
+            (None | Some(""), wanted) => {
+                let (name, about) = (key.name, key.about);
+                return Err(format!("{name} needs a value, as {name}={wanted}: {about}"));
+            }
+            (Some(value), _) => value,
         };
         (key.set)(self, value).map_err(|why| format!("{name}={}: {why}", quoted(value)))
     }
@@ -273,7 +289,8 @@ fn number(text: &str) -> std::result::Result<u64, String> {
 }
 
 fn flag(text: &str) -> std::result::Result<bool, String> {
-    number(text).map(|number| number != 0)
+    let number: u64 = text.parse().map_err(|_| "0 or 1 is expected".to_owned())?;
+    Ok(number != 0)
 }
 
 fn size(text: &str) -> std::result::Result<u64, String> {
@@ -402,6 +419,23 @@ mod tests {
         assert!(error.contains("too long"), "{error}");
         let longest = SimOptions::parse("latency=18446744073709s").unwrap();
         assert_eq!(SimOptions::parse(&longest.to_string()).unwrap(), longest);
+    }
+
+    #[test]
+    fn only_a_flag_needs_no_value() {
+        for SimKey { name, value, .. } in SimOptions::KEYS {
+            let alone = SimOptions::parse(name);
+            let empty = SimOptions::parse(&format!("{name}= ")).unwrap_err().to_string();
+            let expected = format!("{name} needs a value, as {name}={value}");
+            assert!(empty.contains(&expected), "{empty}");
+            if *value == FLAG {
+                assert_eq!(alone.unwrap(), SimOptions::parse(&format!("{name}=1")).unwrap());
+            } else {
+                assert_eq!(alone.unwrap_err().to_string(), empty);
+            }
+        }
+        let error = SimOptions::parse("poison=yes").unwrap_err().to_string();
+        assert!(error.contains("poison='yes': 0 or 1 is expected"), "{error}");
     }
 
     #[test]

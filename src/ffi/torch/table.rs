@@ -110,7 +110,14 @@ fn unasked() -> Result<Opening> {
     // PyTorch captures graphs, which a wait for the whole context would break.
     let options = RuntimeOptions { context_waits: ContextWaits::Never, ..Default::default() };
     let ordinal = DeviceOrdinal(0);
-    Ok(Opening { selection, ordinal, options, wait_timeout: None, any_pages: true })
+    Ok(Opening {
+        selection,
+        ordinal,
+        options,
+        wait_timeout: None,
+        budget_ppm: None,
+        any_pages: true,
+    })
 }
 
 /// The same for another device, by PyTorch's number, which is the driver's: an index in a driver's

@@ -95,8 +95,11 @@ fn write_stretches(
     };
     let threads = std::thread::available_parallelism().map_or(1, |count| count.get());
     std::thread::scope(|scope| {
+        // As many as the system gives; this one works too.
         for _ in 1..threads.min(THREADS_MAX).min(chunks.len()) {
-            scope.spawn(work);
+            if std::thread::Builder::new().spawn_scoped(scope, work).is_err() {
+                break;
+            }
         }
         work();
     });

@@ -56,7 +56,15 @@ TEST(options_that_mean_nothing_are_refused) {
     refused("prefer", [](Options &it) { it.prefer = static_cast<vbar::Prefer>(9); });
     refused("poison", [](Options &it) { it.poison = static_cast<vbar::Poison>(9); });
     refused("scrub", [](Options &it) { it.scrub = static_cast<vbar::Scrub>(9); });
+    refused("budget_ppm", [](Options &it) { it.budget_bytes = it.budget_ppm = 1; });
     refused("staging", [](Options &it) { it.staging_slot_count = 1000000; });
+}
+
+TEST(a_budget_is_a_part_of_the_device_too) {
+    vbar::DeviceOptions options = check::small(16);
+    options.budget_ppm = 250'000;
+    const auto device = vbar::Device::open(options);
+    CHECK_EQ(device.budget().budget_bytes, 4 * PAGE);
 }
 
 TEST(a_headroom_that_is_not_given_is_the_default) {

@@ -5,16 +5,17 @@
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
-use std::sync::Barrier;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::mpsc;
 use std::time::Instant;
 
+use parking_lot::RwLock;
 use rustix::fs::{Advice, fadvise};
 use vbar::host::direct::ALIGNMENT_MAX;
 use vbar::host::locked;
 use vbar::host::model_files::Model;
 use vbar::host::source::ReadAt;
-use vbar::units::MIB;
+use vbar::units::{MIB, format_bytes};
 use vbar::{Error, ErrorCode, Fault, Result};
 
 use super::subject::median;
@@ -43,7 +44,11 @@ pub(super) fn link_rate(compute: &Compute) -> Result<f64> {
     let bytes = (room / page_bytes).max(1) * page_bytes;
     let target = runtime.create_bar(bytes)?;
     let Fault::Resident(guard) = target.fault(0..bytes, compute.stream)? else {
-        let text = "no room on the device to measure the link with";
+        let text = format!(
+            "no room on the device for {} to measure the link with: use smaller pages \
+             (--page-size), or another device",
+            format_bytes(bytes)
+        );
         return Err(Error::new(ErrorCode::HostMemory, text));
     };
     let mut slots = locked::allocate(&device.driver, 1, bytes as usize)?;
@@ -89,14 +94,19 @@ pub(super) fn read_rate(model: &Model, way: Way, threads: usize) -> Result<f64> 
             starts.map(move |start| (index, start))
         })
         .collect();
-    let (next, barrier) = (AtomicUsize::new(0), Barrier::new(threads + 1));
+    // Readers begin when all of them are there; none does where one could not be had.
+    let (next, gate) = (AtomicUsize::new(0), RwLock::new(false));
+    let (ready, all_ready) = mpsc::channel();
     let read_some = || -> Result<u64> {
         let mut memory = vec![1; CHUNK_BYTES + ALIGNMENT_MAX as usize];
         let skew = memory.as_ptr().addr().wrapping_neg() % ALIGNMENT_MAX as usize;
         let target = &mut memory[skew..skew + CHUNK_BYTES];
-        barrier.wait();
+        // Somebody waits for it, unless nobody is to begin.
+        let _ = ready.send(());
+        let begins = *gate.read();
         let mut done = 0;
-        while let Some((index, start)) = chunks.get(next.fetch_add(1, Ordering::Relaxed)) {
+        while begins && let Some((index, start)) = chunks.get(next.fetch_add(1, Ordering::Relaxed))
+        {
             let file = &model.files()[*index];
             let bytes = (file.bytes() - start).min(CHUNK_BYTES as u64) as usize;
             let target = &mut target[..bytes];
@@ -113,9 +123,15 @@ pub(super) fn read_rate(model: &Model, way: Way, threads: usize) -> Result<f64> 
         Ok(done)
     };
     std::thread::scope(|scope| {
-        let readers: Vec<_> = (0..threads).map(|_| scope.spawn(read_some)).collect();
-        barrier.wait();
+        let mut begins = gate.write();
+        let readers = (0..threads)
+            .map(|_| std::thread::Builder::new().spawn_scoped(scope, read_some))
+            .collect::<std::io::Result<Vec<_>>>()
+            .map_err(|error| Error::io(format_args!("{threads} threads to read in"), &error))?;
+        all_ready.iter().take(readers.len()).for_each(drop);
+        *begins = true;
         let start = Instant::now();
+        drop(begins);
         let mut bytes = 0;
         for reader in readers {
             let lost = |_| Error::new(ErrorCode::Internal, "a reader ended with a panic");

@@ -9,8 +9,9 @@ use std::time::Instant;
 use clap::Args;
 use serde::Serialize;
 use vbar::host::model_files::Model;
+use vbar::model::binding::lay_out;
 use vbar::units::format_bytes;
-use vbar::{Error, ErrorCode, Fault, ModelBar, Result, Vbar};
+use vbar::{Error, ErrorCode, Fault, Result, Runtime, Vbar};
 
 use super::floor::{self, THREADS, Way};
 use super::plot::{self, Chart, Line};
@@ -93,7 +94,9 @@ pub(super) fn load(arguments: &Arguments, output: &Output) -> Result<Verdict> {
     let device = std::sync::Arc::clone(subject.runtime.device());
     let _scope = device.enter()?;
     let compute = Compute::new(&subject.runtime)?;
-    let bench = Bench { subject: &subject, compute: &compute, model: subject.model()? };
+    let model = subject.model()?;
+    check_fits(&model, &subject)?;
+    let bench = Bench { subject: &subject, compute: &compute, model };
     let mut report = bench.report(settings)?;
     report.show(output);
     if let Some(path) = &settings.svg {
@@ -208,14 +211,14 @@ impl Bench<'_> {
                     tensors.map(|tensor| (bar.vbar(), bar.range(tensor))).collect();
                 match runtime.fault_many(&ranges, stream)? {
                     Fault::Resident(all) => guards = all.into_vec(),
-                    _ => return Err(does_not_fit(&bar)),
+                    _ => return Err(does_not_fit(bar.vbar().bytes(), runtime)),
                 }
             }
             Faults::Tensor => {
                 for tensor in tensors {
                     match bar.fault(tensor, stream)? {
                         Fault::Resident(guard) => guards.push(guard),
-                        _ => return Err(does_not_fit(&bar)),
+                        _ => return Err(does_not_fit(bar.vbar().bytes(), runtime)),
                     }
                 }
             }
@@ -229,11 +232,23 @@ impl Bench<'_> {
     }
 }
 
-fn does_not_fit(bar: &ModelBar) -> Error {
-    let budget_bytes = bar.vbar().runtime().numbers().budget_bytes;
+/// Refuses a model for which there is no room, before the link and the disk are measured.
+fn check_fits(model: &Model, subject: &Subject) -> Result<()> {
+    let page_size = subject.runtime.page_size();
+    let end = lay_out(&model.layout_items(), page_size, 0)?.end;
+    let bytes = page_size.pages_for(end).saturating_mul(page_size.bytes());
+    match bytes <= subject.runtime.numbers().budget_bytes {
+        true => Ok(()),
+        false => Err(does_not_fit(bytes, &subject.runtime)),
+    }
+}
+
+fn does_not_fit(bytes: u64, runtime: &Runtime) -> Error {
+    let budget_bytes = runtime.numbers().budget_bytes;
     let text = format!(
-        "a model in {} of pages does not fit into the device's {}: name a smaller one, or --bytes",
-        format_bytes(bar.vbar().bytes()),
+        "a model in {} of pages does not fit into the device's {}: take a smaller one \
+         (--bytes), or smaller pages (--page-size)",
+        format_bytes(bytes),
         format_bytes(budget_bytes)
     );
     Error::new(ErrorCode::InvalidArgument, text)

@@ -11,6 +11,7 @@ use vbar::host::output;
 use vbar::{Error, Result};
 
 use crate::output::Output;
+use crate::written;
 
 /// A line and its name.
 pub(super) struct Line {
@@ -41,6 +42,8 @@ const COLOURS: [&str; 6] = ["#d55e00", "#e69f00", "#56b4e9", "#0072b2", "#009e73
 /// Lines that coincide show through each other.
 const DASHES: [&str; 6] = ["", "7 4", "", "", "2 3", "10 3 2 3"];
 
+const KIND: output::Kind = output::Kind { name: "plot", start: "<svg " };
+
 /// Writes charts to a file, and says where they are.
 pub(super) fn write(path: &Path, charts: &[Chart], output: &Output) -> Result<()> {
     let written =
@@ -48,6 +51,11 @@ pub(super) fn write(path: &Path, charts: &[Chart], output: &Output) -> Result<()
     written.map_err(|error| Error::io(path.display(), &error))?;
     output.line(format!("plot in {}", path.display()));
     Ok(())
+}
+
+/// Refuses a file that could not be written, before what it is to show is measured.
+pub(super) fn check(path: Option<&Path>) -> Result<()> {
+    path.map_or(Ok(()), |path| written::check(path, &KIND))
 }
 
 /// The charts as one document.

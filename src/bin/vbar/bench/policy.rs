@@ -8,9 +8,11 @@ use serde::Serialize;
 use vbar::Result;
 use vbar::model::placement::{Ranking, TooFewFrames};
 use vbar::model::policy_model::{Policy, Workload, run, workloads};
+use vbar::names::quoted;
 use vbar::units::MIB;
 
 use super::plot::{self, Chart, Line};
+use crate::arguments;
 use crate::look::Paint;
 use crate::output::{Output, Verdict};
 
@@ -30,7 +32,7 @@ pub(super) struct Arguments {
         value_delimiter = ',',
         default_value = "10,25,50,75,90,100"
     )]
-    #[arg(value_parser = clap::value_parser!(u32).range(1..=100))]
+    #[arg(value_parser = arguments::whole(1..=100u32))]
     budgets: Vec<u32>,
     /// Write a plot of the times to this file
     #[arg(long, value_name = "FILE")]
@@ -73,12 +75,13 @@ struct Row {
 fn rate(text: &str) -> std::result::Result<f64, String> {
     match text.parse::<f64>() {
         Ok(rate) if (0.001..=10_000.0).contains(&rate) => Ok(rate),
-        _ => Err(format!("'{text}' is no rate: use GB a second, 0.001 to 10000")),
+        _ => Err(format!("{} is no rate: use GB a second, 0.001 to 10000", quoted(text))),
     }
 }
 
 /// Runs the benchmark.
 pub(super) fn policy(arguments: &Arguments, output: &Output) -> Result<Verdict> {
+    plot::check(arguments.svg.as_deref())?;
     let page_ns = (PAGE_BYTES as f64 / arguments.link).max(1.0) as u64;
     let workloads = workloads(page_ns);
     let reports: Vec<WorkloadReport> =

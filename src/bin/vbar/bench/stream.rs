@@ -12,6 +12,7 @@ use std::time::Instant;
 use clap::Args;
 use serde::Serialize;
 use vbar::host::model_files::Model;
+use vbar::names::quoted;
 use vbar::runtime::Statistics;
 use vbar::units::{DeviceAddress, format_bytes};
 use vbar::{Error, ErrorCode, Fault, Guard, ModelBar, Result, Vbar};
@@ -19,6 +20,7 @@ use vbar::{Error, ErrorCode, Fault, Guard, ModelBar, Result, Vbar};
 use super::floor;
 use super::plot::{self, Chart, Line};
 use super::subject::{Settings, Subject, median};
+use crate::arguments;
 use crate::compute::Compute;
 use crate::look::Paint;
 use crate::output::{Output, Verdict};
@@ -32,25 +34,25 @@ pub(super) struct Arguments {
     /// Budgets, in percent of the model's pages
     #[arg(long, value_name = "PERCENT", value_delimiter = ',')]
     #[arg(default_value = "10,25,50,75,90,100")]
-    #[arg(value_parser = clap::value_parser!(u32).range(1..=100))]
+    #[arg(value_parser = arguments::whole(1..=100u32))]
     budgets: Vec<u32>,
     /// Compute of a pass, by the time that the link takes for the model
     #[arg(long, value_name = "R", default_value_t = 1.0, value_parser = ratio)]
     compute_ratio: f64,
     /// Passes of a round
     #[arg(long, value_name = "N", default_value_t = 2)]
-    #[arg(value_parser = clap::value_parser!(u32).range(1..=1000))]
+    #[arg(value_parser = arguments::whole(1..=1000u32))]
     passes: u32,
     /// Passes before the first round, the first one included
     #[arg(long, value_name = "N", default_value_t = 4)]
-    #[arg(value_parser = clap::value_parser!(u32).range(1..=1000))]
+    #[arg(value_parser = arguments::whole(1..=1000u32))]
     learn: u32,
 }
 
 fn ratio(text: &str) -> std::result::Result<f64, String> {
     match text.parse::<f64>() {
         Ok(ratio) if (0.0..=1000.0).contains(&ratio) => Ok(ratio),
-        _ => Err(format!("'{text}' is no ratio: use 0 to 1000")),
+        _ => Err(format!("{} is no ratio: use 0 to 1000", quoted(text))),
     }
 }
 

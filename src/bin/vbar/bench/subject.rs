@@ -13,6 +13,7 @@ use vbar::options::{HEADROOM_DEFAULT, Prefer, Threads};
 use vbar::units::{PageSize, parse_bytes};
 use vbar::{Result, Runtime, RuntimeOptions};
 
+use super::plot;
 use crate::{arguments, models};
 
 /// At most this part of a device is left free.
@@ -30,7 +31,7 @@ pub(super) struct Settings {
     bytes: u64,
     /// Rounds, of which the median is told
     #[arg(long, value_name = "N", default_value_t = 5)]
-    #[arg(value_parser = clap::value_parser!(u32).range(1..=1000))]
+    #[arg(value_parser = arguments::whole(1..=1000u32))]
     pub(super) rounds: u32,
     /// auto, cuda[:index] or sim[:options]
     #[arg(long, value_parser = arguments::device, default_value = "auto")]
@@ -59,9 +60,10 @@ pub(super) struct Subject {
 
 impl Subject {
     pub(super) fn new(settings: &Settings) -> Result<Self> {
+        plot::check(settings.svg.as_deref())?;
         let file = File::of(settings)?;
         // What is wrong with it is told before a device is opened.
-        models::open(&file.path)?;
+        models::open_filled(&file.path)?;
         let opened = select::open(&settings.device)?;
         let total = opened.driver.device_total_mem(opened.device)?;
         let options = RuntimeOptions {

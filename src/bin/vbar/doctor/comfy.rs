@@ -20,6 +20,7 @@ use super::python::{self, PythonFacts};
 
 /// Versions that it is written against, the first and the last.
 const KNOWN: ((u32, u32), (u32, u32)) = ((0, 33), (0, 37));
+const TOPIC: &str = "ComfyUI";
 /// Folders and files of a models' folder that are looked at.
 const ENTRIES_MAX: usize = 20_000;
 /// Arguments with which ComfyUI uses none of its VBARs.
@@ -55,23 +56,19 @@ struct Models {
 }
 
 impl ComfyFacts {
-    /// Looks at a folder of ComfyUI; without a name at the current one, where it is one.
-    ///
-    /// # Errors
-    /// `Io` where there is no ComfyUI in the folder that was named.
+    /// Looks at what [`folder`] found.
     pub(super) fn read(
-        named: Option<&Path>,
+        folder: Option<PathBuf>,
         arguments: &[String],
         machine: &Machine,
         memory: Option<&Memory>,
         is_measured: bool,
-    ) -> Result<Self> {
-        let folder = folder(named)?;
+    ) -> Self {
         let read =
             |name: &str| folder.as_ref().and_then(|it| fs::read_to_string(it.join(name)).ok());
         let version = read("comfyui_version.py").and_then(|text| assigned(&text, "__version__"));
         let wanted = read("requirements.txt").and_then(|text| required(&text, "comfy-aimdo"));
-        Ok(Self {
+        Self {
             python: python::ask(folder.as_deref(), machine),
             models: folder.as_deref().and_then(|folder| Models::read(folder, is_measured)),
             version,
@@ -79,7 +76,7 @@ impl ComfyFacts {
             arguments: arguments.to_vec(),
             page_locked_max_bytes: memory.map(|memory| page_locked_max(memory.total_bytes)),
             folder,
-        })
+        }
     }
 
     /// `driver`: the version of CUDA that the driver is of, where there is one.
@@ -89,7 +86,7 @@ impl ComfyFacts {
         machine: &Machine,
         memory: Option<&Memory>,
     ) -> Vec<Line> {
-        let mut lines = vec![self.tree()];
+        let mut lines: Vec<Line> = self.tree().into_iter().collect();
         match &self.python {
             Some(python) => lines.extend(python.lines(driver, self.wanted_allocator.as_deref())),
             None => lines.push(Line::problem(
@@ -105,20 +102,16 @@ impl ComfyFacts {
         lines
     }
 
-    fn tree(&self) -> Line {
-        const TOPIC: &str = "ComfyUI";
-        let Some(folder) = &self.folder else {
-            let advice = "name it: vbar doctor --comfy path/to/ComfyUI";
-            return Line::note(TOPIC, "its folder was not named", advice);
-        };
-        let place = folder.display();
+    /// Of a folder that is not known, [`unnamed`] has told.
+    fn tree(&self) -> Option<Line> {
+        let place = self.folder.as_ref()?.display();
         let Some(version) = &self.version else {
             let advice = "what it needs of its allocator is not known: try it";
-            return Line::note(TOPIC, format!("{place} tells no version"), advice);
+            return Some(Line::note(TOPIC, format!("{place} tells no version"), advice));
         };
         let text = format!("{version} in {place}");
         let ((oldest, first), (newest, last)) = KNOWN;
-        match numbers(version) {
+        Some(match numbers(version) {
             Some(found) if found < KNOWN.0 => Line::note(
                 TOPIC,
                 text,
@@ -132,7 +125,7 @@ impl ComfyFacts {
                 ),
             ),
             _ => Line::ok(TOPIC, text),
-        }
+        })
     }
 
     /// It asks for the machine's memory, whatever the control groups around it allow.
@@ -215,7 +208,11 @@ fn measure(path: &Path) -> Option<Disk> {
     Disk::measure(file.descriptor()?, file.bytes(), disk::PATIENCE).ok().flatten()
 }
 
-fn folder(named: Option<&Path>) -> Result<Option<PathBuf>> {
+/// The folder of ComfyUI that was named; without a name the current one, where it is one.
+///
+/// # Errors
+/// `Io` where there is no ComfyUI in the folder that was named.
+pub(super) fn folder(named: Option<&Path>) -> Result<Option<PathBuf>> {
     let is_comfy =
         |folder: &Path| folder.join("main.py").is_file() && folder.join("comfy").is_dir();
     match named {
@@ -234,6 +231,12 @@ fn folder(named: Option<&Path>) -> Result<Option<PathBuf>> {
             Ok(here.filter(|here| is_comfy(here)))
         }
     }
+}
+
+/// That it is nowhere: told first, so that nobody waits for the rest in vain.
+pub(super) fn unnamed() -> Line {
+    let advice = "name it: vbar doctor --comfy path/to/ComfyUI";
+    Line::note(TOPIC, "its folder was not named, and is not the current one", advice)
 }
 
 fn argument_lines(arguments: &[String]) -> Vec<Line> {

@@ -95,7 +95,12 @@ impl<'a> Lines<'a> {
     }
 
     pub(super) fn count(&self, level: Level) -> usize {
-        self.shown.iter().filter(|line| line.verdict == level).count()
+        self.topics(level).count()
+    }
+
+    /// What the lines of a level are about, in their order.
+    pub(super) fn topics(&self, level: Level) -> impl Iterator<Item = &str> {
+        self.shown.iter().filter(move |line| line.verdict == level).map(|line| &*line.topic)
     }
 
     pub(super) fn into_shown(self) -> Vec<Line> {

@@ -14,6 +14,9 @@ use super::screen::{Screen, Seen};
 use super::verify::{Round, Verifier};
 use crate::compute::Compute;
 
+/// Tensors with wrong bytes that a pass names. Where all are wrong, more of them say nothing.
+const NAMED_MAX: usize = 8;
+
 /// What a pass counted.
 #[derive(Clone, Copy, Default, PartialEq, Eq, Debug)]
 pub(super) struct Counted {
@@ -122,9 +125,14 @@ impl Course<'_> {
     }
 
     fn report_mismatches(&self, mismatched: &[usize]) -> u64 {
-        for tensor in mismatched {
+        for tensor in mismatched.iter().take(NAMED_MAX) {
             let name = &self.bar.model().tensors()[*tensor].name;
             self.screen.say(format!("MISMATCH tensor {name:?}: its bytes are not the file's"));
+        }
+        match mismatched.len().saturating_sub(NAMED_MAX) {
+            0 => {}
+            1 => self.screen.say("MISMATCH and 1 more tensor"),
+            more => self.screen.say(format!("MISMATCH and {more} more tensors")),
         }
         mismatched.len() as u64
     }

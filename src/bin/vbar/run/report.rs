@@ -83,6 +83,8 @@ pub(super) struct Done<'a> {
     pub(super) bar: &'a ModelBar,
     pub(super) verifier: Option<&'a Verifier>,
     pub(super) budget_bytes: u64,
+    /// In which each tensor fits.
+    pub(super) least_budget: u64,
     pub(super) budget_changes: Vec<BudgetChange>,
     pub(super) passes: Vec<PassReport>,
     /// `None` without threads.
@@ -170,7 +172,7 @@ impl PassReport {
 impl Report {
     pub(super) fn new(done: Done<'_>) -> Self {
         let warning = done.warning();
-        let Done { opened, bar, verifier, budget_bytes, budget_changes, passes, engine } = done;
+        let Done { opened, bar, verifier, budget_bytes, budget_changes, passes, engine, .. } = done;
         let (model, runtime) = (bar.model(), bar.vbar().runtime());
         let statistics = runtime.statistics();
         let waits = statistics.waits.iter().map(|(kind, wait)| {
@@ -219,8 +221,11 @@ impl Report {
     pub(crate) fn show(&self, output: &Output) {
         let sum = |of: fn(&PassReport) -> u64| self.passes.iter().map(of).sum::<u64>();
         let ms: f64 = self.passes.iter().map(|pass| pass.ms).sum();
-        let (copied, used) =
+        let (copied, all) =
             (sum(|pass| pass.bytes_copied), self.model_bytes * self.passes.len() as u64);
+        // A verification uses what is offloaded too.
+        let used = if self.verified { all } else { sum(|pass| pass.bytes_resident) };
+        let of_all = if used < all { format!(" of {}", format_bytes(all)) } else { String::new() };
         let at = |bytes| match self.warning {
             // It would be the rate of something else.
             Some(_) => String::new(),
@@ -229,7 +234,7 @@ impl Report {
         output.labelled(
             "total",
             format!(
-                "{} used in {:.2} s{}, {} copied{}",
+                "{}{of_all} used in {:.2} s{}, {} copied{}",
                 format_bytes(used),
                 ms / 1e3,
                 at(used),
@@ -251,13 +256,32 @@ impl Report {
         if let Some(warning) = &self.warning {
             output.labelled("warning", warning);
         }
+        output.line(self.verdict());
+    }
+
+    /// What it all came to, which agrees with the warning.
+    fn verdict(&self) -> String {
+        let sum = |of: fn(&PassReport) -> u64| self.passes.iter().map(of).sum::<u64>();
         let mismatches = sum(|pass| pass.mismatches);
-        output.line(match (self.verified, self.ok) {
-            (true, true) => "ok: every tensor of every pass was verified on the device".to_owned(),
-            (false, true) => "ok (bytes were not verified: see --verify)".to_owned(),
-            _ if mismatches == 0 => "FAILED: no tensor was ever resident".to_owned(),
-            _ => format!("FAILED: {mismatches} tensors had other bytes than the file"),
-        });
+        let little = self.warning.as_ref().map(|_| little(sum(|pass| pass.bytes_resident)));
+        match (self.verified, self.ok, little) {
+            (true, true, None) => {
+                "ok: every tensor of every pass was verified on the device".to_owned()
+            }
+            (true, true, Some(little)) => format!(
+                "ok, but {little} fitted: every tensor of every pass was verified, what was not \
+                 resident by a copy for the check alone"
+            ),
+            (false, true, None) => "ok (bytes were not verified: see --verify)".to_owned(),
+            (false, true, Some(little)) => {
+                format!("ok, but {little} fitted (bytes were not verified: see --verify)")
+            }
+            _ if mismatches == 0 => "FAILED: no byte of the model was ever resident".to_owned(),
+            _ => {
+                let checks = self.tensor_count * self.passes.len();
+                format!("FAILED: {mismatches} of {checks} checks found other bytes than the file's")
+            }
+        }
     }
 
     fn show_statistics(&self, output: &Output) {
@@ -291,6 +315,11 @@ impl Report {
     }
 }
 
+/// How little was resident, for a run of which that is to be told.
+fn little(resident_bytes: u64) -> &'static str {
+    if resident_bytes == 0 { "nothing" } else { "hardly anything" }
+}
+
 impl Done<'_> {
     fn warning(&self) -> Option<String> {
         let model_bytes = self.bar.model().total_bytes();
@@ -299,13 +328,12 @@ impl Done<'_> {
         if resident >= used.div_ceil(HARDLY_PARTS) {
             return None;
         }
-        let what = if resident == 0 { "nothing" } else { "hardly anything" };
-        Some(format!("{what} fitted: {}", self.why()))
+        Some(format!("{} fitted: {}", little(resident), self.why()))
     }
 
     /// Why so little was resident: what most refusals were for.
     fn why(&self) -> String {
-        let (device, least) = (self.opened.device, self.least_budget());
+        let (device, least) = (self.opened.device, self.least_budget);
         if !has_virtual_memory(&*self.opened.driver, device) {
             return format!("device {device} has no virtual memory management");
         }
@@ -338,17 +366,6 @@ impl Done<'_> {
 
     fn total_bytes(&self) -> Option<u64> {
         self.opened.driver.device_total_mem(self.opened.device).ok()
-    }
-
-    /// Where each tensor fits, one at a time.
-    fn least_budget(&self) -> u64 {
-        let page_size = self.bar.vbar().runtime().page_size();
-        let places = (0..self.bar.model().tensors().len()).map(|tensor| self.bar.range(tensor));
-        let pages = places
-            .filter(|place| !place.is_empty())
-            .map(|place| page_size.pages_for(place.end) - place.start / page_size.bytes());
-        let scratch_bytes = self.verifier.map_or(0, Verifier::scratch_bytes);
-        pages.max().unwrap_or(0) * page_size.bytes() + scratch_bytes
     }
 }
 

@@ -40,6 +40,7 @@ pub(super) fn check(
     model: &Model,
     page_size: PageSize,
     budget: Option<u64>,
+    least_budget: u64,
 ) -> Result<()> {
     if !has_virtual_memory(&*opened.driver, opened.device) {
         let device = opened.device;
@@ -47,18 +48,22 @@ pub(super) fn check(
             format!("device {device} has no virtual memory management, so nothing can be on it");
         return Err(cannot_verify(why, "choose another with --device"));
     }
-    let scratch = Layout::new(model.tensors().len(), page_size.bytes());
-    let scratch = scratch.and_then(|layout| align_up(layout.bytes(), page_size.bytes()));
-    match (scratch, budget) {
-        (Some(scratch), Some(budget)) if budget < scratch => Err(too_small(scratch)),
+    match (scratch_bytes(model, page_size), budget) {
+        (Some(scratch), Some(budget)) if budget < scratch => {
+            let scratch = argument_of_bytes(scratch);
+            let why = format!("the budget has no room for {scratch} of scratch");
+            // With no more than the scratch not one tensor would be resident.
+            let least = argument_of_bytes(least_budget);
+            Err(cannot_verify(why, &format!("raise --budget to at least {least}")))
+        }
         _ => Ok(()),
     }
 }
 
-fn too_small(scratch_bytes: u64) -> Error {
-    let least = argument_of_bytes(scratch_bytes);
-    let why = format!("the budget has no room for {least} of scratch");
-    cannot_verify(why, &format!("raise --budget to at least {least}"))
+/// Device bytes that a verification takes, whole pages; `None` of more than can be counted.
+pub(super) fn scratch_bytes(model: &Model, page_size: PageSize) -> Option<u64> {
+    let layout = Layout::new(model.tensors().len(), page_size.bytes())?;
+    align_up(layout.bytes(), page_size.bytes())
 }
 
 /// An error of verification: why, and what to do about it.
@@ -171,15 +176,14 @@ impl Verifier {
         self.vbar.prioritise()?;
         let scratch = match self.vbar.fault(0..self.layout.bytes(), compute.stream)? {
             Fault::Resident(guard) | Fault::HostMapped(guard) => guard,
-            Fault::Offloaded(Refusal { reason: Reason::TooLarge, .. }) => {
-                return Err(too_small(self.vbar.bytes()));
-            }
             Fault::Offloaded(Refusal { reason, .. }) => {
                 let bytes = argument_of_bytes(self.vbar.bytes());
                 let why = format!("its scratch of {bytes} did not fit ({reason})");
                 let remedy = match reason {
                     Reason::NoAddresses => "give the process more addresses",
                     Reason::Mappings => "use larger pages (--page-size)",
+                    // A budget that was given has room for it: the device has less.
+                    Reason::TooLarge => "use smaller pages (--page-size) or another device",
                     _ => "free memory of the device",
                 };
                 return Err(cannot_verify(why, remedy));

@@ -151,6 +151,9 @@ pub(super) fn vary(options: &mut VbarDeviceOptions, bytes: &mut Bytes<'_>) {
         options.poison = bytes.one_of(&[1, 1, 0, 2]);
         options.host_allowance_bytes = World::size(bytes);
     }
+    if flags & 0x18 == 0x18 {
+        options.budget_ppm = bytes.one_of(&[1, 500_000, 1_000_000, 3_000_000, u32::MAX]);
+    }
     if flags & 16 != 0 {
         options.staging_slot_count = bytes.one_of(&[1, 2, 64, 65, u32::MAX]);
     }
