@@ -190,8 +190,10 @@ fn a_steady_loop_maps_and_gives_back_nothing_of_its_activations() {
             }
             let (mapped, given) = (rig.mapped().0 - before.0, rig.mapped().1 - before.1);
             // An engine that runs ahead in a burst may have all of its frames turned over between
-            // two layers, now and then; hundreds of layers have passed.
-            let most = if threads == Threads::On { 8 } else { 0 };
+            // two layers, now and then, and more often where other programs delay it: at one layer
+            // of twenty.
+            let layers = 4 * rig.models[0].model().tensors().len() as u64;
+            let most = if threads == Threads::On { layers * 6 / 20 } else { 0 };
             assert!(
                 mapped.max(given) <= most,
                 "{model} in {budget}, {threads:?}: {mapped} {given}"
