@@ -9,6 +9,7 @@ both for a device.
 from __future__ import annotations
 
 import importlib.metadata
+import itertools
 import logging
 import math
 import operator
@@ -25,6 +26,7 @@ from . import _report
 
 if TYPE_CHECKING:
     from ._bars import ModelVBAR
+    from ._host import HostBuffer
 
 logger = logging.getLogger("vbar.comfy")
 
@@ -35,6 +37,8 @@ HEADROOM_MAX = 1 << 60
 
 _lock = threading.RLock()
 _options: dict[str, Any] = {}
+#: What has page-locked memory that it unlocks by a device.
+_hosts: weakref.WeakSet[HostBuffer] = weakref.WeakSet()
 
 
 class Context:
@@ -47,6 +51,12 @@ class Context:
         self.epoch = 0
         #: When it was last seen whether the host has memory for what is page-locked.
         self.looked_at = 0.0
+        #: The same of the device's memory, for what its clients save themselves.
+        self.relieved_at = 0.0
+        #: Held while a page of such a VBAR comes or leaves, and its client is called.
+        self.leaving = threading.RLock()
+        #: Numbers of VBARs, in the order in which they were last made the last to lose pages.
+        self.ranks = itertools.count(1)
         #: Since the last end.
         self.traffic = _report.Traffic()
         self._bars: weakref.WeakSet[ModelVBAR] = weakref.WeakSet()
@@ -189,10 +199,20 @@ def deinit() -> None:
     with _lock:
         lib, _simple = None, HEADROOM
         closing = [contexts.pop(index) for index in list(contexts)]
+        hosts = list(_hosts) if closing else []
+    for buffer in hosts:
+        # By the first, as all is locked.
+        buffer._unlock_all(closing[0].device)
     for context in closing:
         for bar in context.bars():
             bar.close()
         context.device.close()
+
+
+def add_host(buffer: HostBuffer) -> None:
+    """Has a buffer unlock what is locked when the devices go."""
+    with _lock:
+        _hosts.add(buffer)
 
 
 def get(index: Any) -> Context:

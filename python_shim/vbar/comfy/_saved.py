@@ -280,7 +280,7 @@ class Saved:
             return
         for bar in sorted(context.bars(), key=lambda bar: not bar._is_low):
             other = bar._saved
-            if other is not None and excess > 0:
+            if isinstance(other, Saved) and excess > 0:
                 with other._lock:
                     saved = [unit for unit in other._units.values() if unit.saved]
                 # What goes is held until its windows are given back: not told as gone so soon.
@@ -300,9 +300,8 @@ class Saved:
         many; those that are too many still."""
         if not saved:
             return excess
-        others = any(
-            other is not self and other.has_saved() for other in map(_of, self._context.bars())
-        )
+        bars = self._context.bars()
+        others = any(bar._saved is not self and _has_saved(bar) for bar in bars)
         # One that others come before keeps nothing; else as much goes as must.
         logger.debug("%d bytes of page-locked memory are to go", excess)
         with self._lock:
@@ -573,16 +572,8 @@ class Saved:
         return all(page.state in MAPPED for page in self._pages(key))
 
 
-def _of(bar: Any) -> Any:
-    return getattr(bar, "_saved", None) or _NOTHING
-
-
-class _Nothing:
-    def has_saved(self) -> bool:
-        return False
-
-
-_NOTHING = _Nothing()
+def _has_saved(bar: Any) -> bool:
+    return isinstance(bar._saved, Saved) and bar._saved.has_saved()
 
 
 def compared(first: Any, second: Any, equal: bool) -> None:
