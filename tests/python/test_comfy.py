@@ -274,7 +274,7 @@ class Failures(Case):
             self.assertFalse(vbar_signature_compare(signature, None))
         self.assertIsNone(self.vbar._saved)
         saved._drop(signature.use.unit)
-        self.assertEqual(saved._owed, 0)
+        self.assertEqual(saved._owed, set())
 
     def test_a_fault_that_fails_behind_its_pins_keeps_none(self):
         for of, name in ((_saved.Saved, "pin"), (_saved.Saved, "enter")):

@@ -49,6 +49,9 @@ class Context:
         self.total: int = device.info.total_bytes
         #: Counts the ends of nodes.
         self.epoch = 0
+        self.has_threads = _options.get("threads") is not False
+        #: When a weight was last faulted.
+        self.used_at = 0.0
         #: When it was last seen whether the host has memory for what is page-locked.
         self.looked_at = 0.0
         #: The same of the device's memory, for what its clients save themselves.
