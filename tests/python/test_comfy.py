@@ -1087,6 +1087,13 @@ class Host(Case):
             self.assertEqual(buffer.size, 12 * MIB)
             found = self.sim.read(alloc[1], 9 * MIB, side)
             self.assertEqual(found, data[5 : 5 + 9 * MIB])
+            # No device is the current one.
+            for device in ({}, {"device": -1}, {"device": None}):
+                buffer.read_file_slice(file, 99, MIB, device_ptr=alloc[1], **device)
+                self.assertEqual(self.sim.read(alloc[1], MIB), data[99 : 99 + MIB])
+                self.sim.write(alloc[1], bytes(MIB))
+            told = {"device_ptr": alloc[1], "device": 3}
+            refused(RuntimeError, "was not opened", buffer.read_file_slice, file, 0, 5, **told)
             buffer.read_file_slice(file, 0, 5, offset=0, stream=0, device=None)
             refused(RuntimeError, "the file ends at", buffer.read_file_slice, file, len(data), 1)
         refused(RuntimeError, "Bad file descriptor", buffer.read_file_slice, 999999, 0, 1)

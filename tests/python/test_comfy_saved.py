@@ -865,8 +865,13 @@ class Idle(Saving):
     def start(self, **options):
         client = super().start(**options)
         self.bar, self.weights = self.model([PAGE] * 12)
-        self.settle(client, self.weights)
         self.saved = self.bar._saved
+        # With threads nobody knows when which page comes.
+        for _ in range(6):
+            client.steps(self.weights)
+            client.node()
+        if not options.get("threads"):
+            self.settle(client, self.weights)
         return client
 
     def resident_and_saved(self):

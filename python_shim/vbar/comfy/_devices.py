@@ -233,6 +233,16 @@ def get(index: Any) -> Context:
     return context
 
 
+def get_or_current(index: Any) -> Context:
+    """As :func:`get`; ``None`` and -1 are PyTorch's current device, or the first that is open."""
+    if index is not None and index != -1:
+        return get(index)
+    cuda = getattr(sys.modules.get("torch"), "cuda", None)
+    if cuda is not None and cuda.is_initialized():
+        return get(cuda.current_device())
+    return any_context()
+
+
 def any_context() -> Context:
     """Some context, for what belongs to no device.
 

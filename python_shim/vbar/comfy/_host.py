@@ -231,7 +231,7 @@ class HostBuffer:
             stream: on which they are copied, 0 for the default one.
             device_ptr: the device address that they are copied to; 0 for none. What is page-locked
                 stays as it is until that is done.
-            device: index of the device.
+            device: index of the device; -1 and ``None`` are PyTorch's current one.
 
         Raises:
             RuntimeError: the file cannot be read, or ends before; the copy fails.
@@ -241,7 +241,7 @@ class HostBuffer:
                 self.extend(offset + size - self.size, register=False)
             base = self._base + offset
         descriptor = _descriptor(file)
-        context = _devices.get(device) if device_ptr else None
+        context = _devices.get_or_current(device) if device_ptr else None
         # One that goes no further is for the device all the same, later.
         traffic = context.traffic if context is not None else _devices.any_traffic()
         for at in range(0, size, _WINDOW):
@@ -420,7 +420,7 @@ def read_file_to_device(
     Raises:
         RuntimeError: the file cannot be read, or ends before; a copy fails.
     """
-    context = _devices.get(device)
+    context = _devices.get_or_current(device)
     told = _descriptor(file), file_offset, size, device_ptr, _handle(stream)
     with context.traffic.reading(size):
         _try(f"{size} bytes of a file to {device_ptr:#x}", context.device.read_file, *told)
@@ -436,7 +436,7 @@ def write_device_to_file(
     Raises:
         RuntimeError: it cannot be written; a copy fails.
     """
-    source = _devices.get(device).device
+    source = _devices.get_or_current(device).device
     told = _descriptor(file), file_offset, size, device_ptr, _handle(stream)
     _try(f"{size} bytes at {device_ptr:#x} to a file", source.write_file, *told)
 
