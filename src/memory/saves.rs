@@ -6,8 +6,8 @@
 //! that it began with, and a save costs by its own pages, however many ranges there are. A range
 //! has room before it has bytes; from then on its pages are served as those of bound VBARs are,
 //! whatever has a place in them besides. Ranges do not overlap; a range that is dropped and comes
-//! again is another one. Of copies of ranges that are gone it keeps the fences, by their bytes, until
-//! somebody has waited for them. Copies nothing and waits for nothing.
+//! again is another one. Of copies of ranges that are gone it keeps the fences, by their bytes,
+//! until somebody has waited for them. Copies nothing and waits for nothing.
 
 use std::collections::BTreeMap;
 use std::ops::Range;

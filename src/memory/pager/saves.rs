@@ -154,7 +154,7 @@ impl Pager {
         dropped.map_err(|error| self.told_of(error, "forgetting what was saved of", bar, &bytes))
     }
 
-    /// Waits for the copies of bytes whose ranges are gone; what fails is for the next drop of them.
+    /// Waits for copies of bytes whose ranges are gone; what fails is for the next drop of them.
     fn wait_for_copies(&self, saves: &Saves, bytes: &Range<u64>) -> Result<()> {
         self.device.check()?;
         let Some(filler) = self.made_filler() else { return Ok(()) };
