@@ -2457,12 +2457,15 @@ VbarStatus vbar_bar_prepare_save(struct VbarBar bar, uint64_t bar_offset, uint64
 
 /*
  Saves bytes that were prepared and are pinned, as they are behind what was enqueued on `stream`;
- unpin them on that stream afterwards. From now on their pages come back with these bytes, ahead
- of need where the device has threads: `VbarFault::signature` changes as ever, the bytes do not.
- Until `vbar_bar_drop_save` nobody writes them. Statuses: the common ones, the driver's,
- `CLOSED`; `UNSUPPORTED` for a stream that is being captured; `INVALID_ARGUMENT` for no stream,
- and for what is not pinned, was not prepared or is saved already. Where the copy failed they are
- not prepared any more. Thread-safe.
+ unpin them on that stream afterwards. The copy is made on a stream of the library's own: what is
+ enqueued on `stream` later does not wait for it, and their memory is not used otherwise before
+ it is done. From now on their pages come back with these bytes, ahead of need where the device
+ has threads: `VbarFault::signature` changes as ever, the bytes do not. Until
+ `vbar_bar_drop_save` nobody writes them. Statuses: the common ones, the driver's, `CLOSED`;
+ `UNSUPPORTED` for a stream that is being captured; `INVALID_ARGUMENT` for no stream, and for
+ what is not pinned, was not prepared or is saved already. Where the copy failed they are not
+ prepared any more; nobody writes them before `vbar_bar_drop_save` then either, since it may have
+ begun. Thread-safe.
  */
 VbarStatus vbar_bar_save(struct VbarBar bar,
                          uint64_t bar_offset,
@@ -2472,9 +2475,10 @@ VbarStatus vbar_bar_save(struct VbarBar bar,
 /*
  Forgets what was saved of bytes of a VBAR, the same ones, and gives their memory back; pages
  keep them as long as they are resident. Waits for the copies to and from that memory, so whoever
- has pinned them may write them on any stream that comes after their uses. Does nothing where
- nothing was prepared. Statuses: the common ones, the driver's, `TIMED_OUT`, `CANCELLED`;
- forgotten all the same. Thread-safe.
+ has pinned them may write them on any stream that comes after their uses. Where the wait failed
+ nobody may write them before another call for them has waited. Does nothing where nothing was
+ prepared, and no copy is left to wait for. Statuses: the common ones, the driver's, `TIMED_OUT`,
+ `CANCELLED`; forgotten all the same. Thread-safe.
  */
 VbarStatus vbar_bar_drop_save(struct VbarBar bar, uint64_t bar_offset, uint64_t bytes);
 

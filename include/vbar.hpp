@@ -99,14 +99,14 @@ public:
         return Result<void>::of(vbar_bar_prepare_save(bar_, bar_offset, bytes));
     }
     // Saves bytes that were prepared and are pinned, behind the work on `stream`: from now on their
-    // pages come back with them. Unpin them on that stream.
+    // pages come back with them. Unpin them on that stream, whose later work does not wait for it.
     // Errors: invalid_argument for what is not pinned or was not prepared, unsupported for a stream
     // that is being captured.
     Result<void> try_save(std::uint64_t bar_offset, std::uint64_t bytes, Stream stream) const {
         return Result<void>::of(vbar_bar_save(bar_, bar_offset, bytes, stream.get()));
     }
     // Forgets what was saved of bytes: waits for its copies, then they may be written.
-    // Errors: timed_out, cancelled; forgotten all the same.
+    // Errors: timed_out, cancelled; forgotten all the same, and another call waits anew.
     Result<void> try_drop_save(std::uint64_t bar_offset, std::uint64_t bytes) const {
         return Result<void>::of(vbar_bar_drop_save(bar_, bar_offset, bytes));
     }

@@ -60,6 +60,7 @@ files! {
     test_comfy
     test_comfy_bench
     test_comfy_graph
+    test_comfy_paged
     test_comfy_report
     test_comfy_residents
     test_comfy_saved

@@ -187,9 +187,9 @@ class Bar(Closeable):
 
     def save(self, bar_offset: int, nbytes: int, stream: Stream = None) -> None:
         """Save bytes that were prepared and are pinned, as they are behind the work on ``stream``;
-        unpin them on that stream afterwards. From now on their pages come back with these bytes,
-        ahead of need where the device has threads, whatever a guard's signature says. Nobody
-        writes them until :meth:`drop_save`.
+        unpin them on that stream afterwards, whose later work does not wait for the copy. From now
+        on their pages come back with these bytes, ahead of need where the device has threads,
+        whatever a guard's signature says. Nobody writes them until :meth:`drop_save`.
 
         Raises:
             InvalidArgument: they were not prepared, or are saved already; ``stream`` is none.
@@ -204,7 +204,8 @@ class Bar(Closeable):
         memory, so whoever has pinned them may write them. Does nothing where nothing was prepared.
 
         Raises:
-            TimedOut, Cancelled: the wait ended; forgotten all the same.
+            TimedOut, Cancelled: the wait ended; forgotten all the same, and nobody may write them
+                before another call for them has waited.
         """
         at, size = unsigned(bar_offset, "bar_offset"), unsigned(nbytes, "nbytes")
         call(self._lib.vbar_bar_drop_save, self._id, at, size)

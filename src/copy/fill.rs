@@ -21,6 +21,7 @@ use crate::copy::pipeline::Pipeline;
 use crate::copy::readers::Readers;
 use crate::copy::registered::Registered;
 use crate::copy::staging::Staging;
+use crate::copy::transfer::OnStream;
 use crate::copy::windows::{Windows, register};
 use crate::driver::DriverCode;
 use crate::error::{Error, Result};
@@ -97,6 +98,8 @@ pub struct Filler {
     pub(super) windows: Arc<Windows>,
     pub(super) room: Arc<LockedRoom>,
     pub(super) slot: StreamSlot,
+    /// What is saved is copied on it, so that nobody's work waits for that.
+    pub(super) saving: OnStream,
     readers: Mutex<Option<Arc<Readers>>>,
     /// Whether a slot is on its way into the ring, or none can be had any more.
     growing: Arc<AtomicBool>,
@@ -111,7 +114,7 @@ pub struct Filler {
 }
 
 impl Filler {
-    /// Makes the fill stream, the staging ring as far as the host has memory for it, and the
+    /// Makes its streams, the staging ring as far as the host has memory for it, and the
     /// threads that the options ask for; the runtime's context is current.
     ///
     /// # Errors
@@ -128,19 +131,8 @@ impl Filler {
     /// # Errors
     /// As there.
     pub fn with_room(device: Arc<Device>, room: Arc<LockedRoom>) -> Result<Self> {
-        let stream = device.retry(|| device.driver.stream_create());
-        let stream = stream.map_err(|error| device.note(error.into()))?;
-        // Kept: with its slot another stream's, uses of what is copied could not be told.
-        let slot = device.slot_of(stream).and_then(|slot| {
-            device.fences.keep(slot.expect("a stream that was created has a slot"))
-        });
-        let slot = match slot {
-            Ok(slot) => slot,
-            Err(error) => {
-                let _ = device.driver.stream_destroy(stream);
-                return Err(device.note(error));
-            }
-        };
+        let filling = OnStream::make(&device)?;
+        let saving = OnStream::make(&device).inspect_err(|_| filling.destroy_unused(&device))?;
         let options = &device.options;
         let slot_bytes = options.page_size.bytes().min(SLOT_BYTES_MAX) + ALIGNMENT_MAX;
         let count = options.staging_slot_count.max(1);
@@ -155,9 +147,10 @@ impl Filler {
             cache: Arc::new(cache),
             saved: Arc::default(),
             windows: Arc::default(),
-            stream,
+            stream: filling.stream,
             room,
-            slot,
+            slot: filling.slot,
+            saving,
             readers: Mutex::new(None),
             growing: Arc::default(),
             clock: GpuClock::default(),
@@ -581,18 +574,21 @@ impl Drop for Filler {
         }
         // Whoever closes has waited for the context: this ends at once.
         let mut end = || -> Result<()> {
-            let (driver, stream) = (&self.device.driver, self.stream);
+            let (driver, streams) = (&self.device.driver, [self.stream, self.saving.stream]);
             let _scope = self.device.enter()?;
-            self.device.retry(|| driver.stream_synchronize(stream))?;
+            streams
+                .iter()
+                .try_for_each(|own| self.device.retry(|| driver.stream_synchronize(*own)))?;
             self.host_copies.end();
             self.clock.close(&self.device);
             drop((self.cache.take_out(Surplus::All, usize::MAX), self.saved.take_all()));
             self.registered.give_back(self.registered.take_out(Surplus::All, usize::MAX));
             drop(std::mem::replace(&mut self.staging, Staging::empty(0)));
-            self.device.retry(|| driver.stream_destroy(stream)).map_err(Error::from)
+            let mut destroy = |own: &Stream| self.device.retry(|| driver.stream_destroy(*own));
+            streams.iter().try_for_each(&mut destroy).map_err(Error::from)
         };
         if let Err(error) = end() {
-            log::warn!("closing the fill stream: {error}");
+            log::warn!("closing the streams of copies: {error}");
             leak();
         }
     }

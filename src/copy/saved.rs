@@ -3,8 +3,10 @@
 //! The memory is page-locked, within the allowance, and cut from windows: locking stops launches,
 //! so it is done for many ranges at a time, ahead of need where there are threads (`copy/windows`),
 //! and a window stays until what is held is too much, nothing was saved for a while or its owner
-//! asks for it back. A copy runs on the program's stream, behind what it enqueued there;
-//! its fence is noted with the memory, which goes when no copy to or from it is under way.
+//! asks for it back. A copy runs on a stream of its own, so that neither the program's work nor a
+//! fill waits for it: behind a fence of the program's stream, and with one of its own behind it.
+//! That is noted with the memory, which goes when no copy to or from it is under way, and is for
+//! whoever has the frames, which no copy may read any more when they are written anew.
 
 use std::sync::Arc;
 
@@ -16,9 +18,10 @@ use crate::host::carved::Part;
 use crate::host::locked::LockedSlot;
 use crate::host::memory::HostMemory;
 use crate::outcome::WaitKind;
+use crate::sync::fence::StreamSlot;
 use crate::sync::ticket::Ticket;
 use crate::trace::{self, Kind};
-use crate::units::{DeviceAddress, MIB};
+use crate::units::{DeviceAddress, MIB, Stream};
 
 /// Windows larger than usual, and smaller ones where there is no room, are whole huge pages.
 const WINDOW_GRAIN: u64 = 2 * MIB;
@@ -93,33 +96,63 @@ impl Filler {
         })
     }
 
-    /// Enqueues the copy of a range of the device to its room, on a stream; the context is current.
-    /// The range keeps its frames until the copy is done.
+    /// Enqueues the copy of a range of the device to its room, behind what was enqueued on the
+    /// program's stream; the context is current. The range keeps its frames until the copy is done.
+    /// Returns its fence, also where the rest failed: none where nothing was enqueued.
     ///
     /// # Errors
     /// What the driver says. The room is given up then.
     pub fn save(
         &self,
         bar: u32,
+        room: Part,
+        source: DeviceAddress,
+        program: OnStream,
+    ) -> (Ticket, Result<Arc<HostMemory>>) {
+        match self.begin_save(room, source, program) {
+            Ok(memory) => self.end_save(bar, memory),
+            Err(error) => (Ticket::NONE, Err(error)),
+        }
+    }
+
+    fn begin_save(
+        &self,
         mut room: Part,
         source: DeviceAddress,
-        on: OnStream,
+        program: OnStream,
     ) -> Result<Arc<HostMemory>> {
-        let (stream, length) = (on.stream, room.len());
-        let copied = trace::span(Kind::Copy).device(self.device.ordinal).stream(stream);
+        let (device, own, length) = (&self.device, self.saving, room.len());
+        let written = device.retry(|| device.fences.record(program.stream, program.slot));
+        let written = written.map_err(|error| device.note(error))?;
+        let order = || device.fences.stream_wait(own.stream, own.slot, written);
+        let is_ordered = device.retry(order).map_err(|error| device.note(error))?;
+        assert!(is_ordered, "it was recorded above");
+        let copied = trace::span(Kind::Copy).device(device.ordinal).stream(own.stream);
         let _copied = copied.bytes(length as u64);
-        let copy = || room.slot().copy_from_device(0..length, source, stream);
-        self.device.retry(copy).map_err(|error| self.device.note(error.into()))?;
-        let (free_at, fenced) = self.fence_on(on);
-        let memory = Arc::new(HostMemory::of_part(room)?);
-        if !free_at.is_none() {
-            self.host_copies.note(bar, &memory, memory.lease()?, free_at);
+        let copy = || room.slot().copy_from_device(0..length, source, own.stream);
+        device.retry(copy).map_err(|error| device.note(error.into()))?;
+        Ok(Arc::new(HostMemory::of_part(room).expect("a room is bytes in the address space")))
+    }
+
+    fn end_save(&self, bar: u32, memory: Arc<HostMemory>) -> (Ticket, Result<Arc<HostMemory>>) {
+        let (free_at, fenced) = self.fence_on(self.saving);
+        let noted = match free_at.is_none() {
+            true => Ok(()),
+            false => memory.lease().map(|it| self.host_copies.note(bar, &memory, it, free_at)),
+        };
+        match fenced.and(noted) {
+            Ok(()) => (free_at, Ok(memory)),
+            Err(error) => {
+                self.host_copies.part(bar, memory);
+                (free_at, Err(error))
+            }
         }
-        if let Err(error) = fenced {
-            self.host_copies.part(bar, memory);
-            return Err(error);
-        }
-        Ok(memory)
+    }
+
+    /// The stream that is saved on, and its slot.
+    #[must_use]
+    pub fn saving(&self) -> (Stream, StreamSlot) {
+        (self.saving.stream, self.saving.slot)
     }
 
     /// Takes leave of memory that a range was saved to: it goes once nobody has it and no copy to
@@ -137,9 +170,21 @@ impl Filler {
     /// # Errors
     /// Those of waiting; the memory goes later all the same.
     pub fn wait_for_saved(&self, copies: &[Ticket]) -> Result<()> {
-        let waited = self.device.wait_passed(copies, WaitKind::Ready);
+        let waited = self.cover_saves(copies);
+        let waited = waited.and_then(|()| self.device.wait_passed(copies, WaitKind::Ready));
         self.sweep();
         waited
+    }
+
+    /// Records the fences that were not to be had for copies, if there are such copies.
+    fn cover_saves(&self, copies: &[Ticket]) -> Result<()> {
+        if copies.iter().all(|copy| self.device.fences.is_recorded(*copy)) {
+            return Ok(());
+        }
+        self.cover()?;
+        let OnStream { stream, slot } = self.saving;
+        let covered = self.device.retry(|| self.device.fences.cover_stamps(stream, slot));
+        covered.map_err(|error| self.device.note(error))
     }
 
     /// Whether windows that nothing is saved in are kept for nothing.

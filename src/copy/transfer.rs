@@ -19,6 +19,7 @@ use crate::error::{Error, ErrorCode, Result};
 use crate::host::locked::LentPart;
 use crate::host::pageable::PageableMemory;
 use crate::outcome::WaitKind;
+use crate::sync::device::Device;
 use crate::sync::fence::StreamSlot;
 use crate::sync::ticket::Ticket;
 use crate::sync::{Condvar, Mutex};
@@ -31,11 +32,39 @@ const PAGEABLE_BYTES: u64 = 2 * MIB;
 /// Slots that a write holds at a time: one comes from the device while another goes to the file.
 const WRITE_SLOTS: usize = 2;
 
-/// A stream of the program's, as fences know it.
+/// A stream that is copied on, as fences know it: the program's, or one of the library's own.
 #[derive(Clone, Copy)]
 pub struct OnStream {
     pub(super) stream: Stream,
-    slot: StreamSlot,
+    pub(super) slot: StreamSlot,
+}
+
+impl OnStream {
+    /// A stream of the library's own; the context is current.
+    ///
+    /// # Errors
+    /// What the driver says; nothing is left behind then.
+    pub(super) fn make(device: &Device) -> Result<Self> {
+        let stream = device.retry(|| device.driver.stream_create());
+        let stream = stream.map_err(|error| device.note(error.into()))?;
+        // Kept: with its slot another stream's, uses of what is copied could not be told.
+        let slot = device.slot_of(stream).and_then(|slot| {
+            device.fences.keep(slot.expect("a stream that was created has a slot"))
+        });
+        match slot {
+            Ok(slot) => Ok(Self { stream, slot }),
+            Err(error) => {
+                let _ = device.driver.stream_destroy(stream);
+                Err(device.note(error))
+            }
+        }
+    }
+
+    /// Destroys a stream of the library's own that nothing was enqueued on.
+    pub(super) fn destroy_unused(self, device: &Device) {
+        // What was to be made in its place failed for a reason that says more.
+        let _ = device.driver.stream_destroy(self.stream);
+    }
 }
 
 /// Bytes on their way from the device to a file.

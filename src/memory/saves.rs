@@ -6,7 +6,8 @@
 //! that it began with, and a save costs by its own pages, however many ranges there are. A range
 //! has room before it has bytes; from then on its pages are served as those of bound VBARs are,
 //! whatever has a place in them besides. Ranges do not overlap; a range that is dropped and comes
-//! again is another one. Copies nothing and waits for nothing.
+//! again is another one. Of copies of ranges that are gone it keeps the fences, by their bytes,
+//! until somebody has waited for them. Copies nothing and waits for nothing.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -17,6 +18,7 @@ use crate::host::bound::{Bound, Source};
 use crate::host::carved::Part;
 use crate::host::memory::HostMemory;
 use crate::model::binding::Binding;
+use crate::sync::ticket::Ticket;
 use crate::sync::{AtomicBool, Mutex, Relaxed};
 use crate::units::{PageIndex, PageSize};
 
@@ -40,6 +42,8 @@ struct State {
     saved_count: u64,
     /// Saves that were begun.
     begun: u64,
+    /// Fences of copies of ranges which are gone, until somebody has waited for them.
+    owed: Vec<(Range<u64>, Ticket)>,
     /// No range is added any more.
     ended: bool,
 }
@@ -172,6 +176,29 @@ impl Saves {
         Some(held)
     }
 
+    /// Copies of a range that is gone, which whoever drops these bytes waits for.
+    pub fn owe(&self, bytes: &Range<u64>, copies: &[Ticket]) {
+        let copies = copies.iter().filter(|copy| !copy.is_none());
+        let mut state = self.state.lock();
+        if !state.ended {
+            state.owed.extend(copies.map(|copy| (bytes.clone(), *copy)));
+        }
+    }
+
+    /// The fences of such copies of bytes of a range.
+    #[must_use]
+    pub fn owed(&self, bytes: &Range<u64>) -> Vec<Ticket> {
+        let state = self.state.lock();
+        let its = state.owed.iter().filter(|(of, _)| touches(of, bytes));
+        its.map(|(_, copy)| *copy).collect()
+    }
+
+    /// These copies of bytes of a range are done.
+    pub fn settle(&self, bytes: &Range<u64>, copies: &[Ticket]) {
+        let mut state = self.state.lock();
+        state.owed.retain(|(of, copy)| !(touches(of, bytes) && copies.contains(copy)));
+    }
+
     /// Forgets all ranges and takes no more. Returns what had filled pages, whose memory is for the
     /// caller to take leave of.
     pub fn end(&self) -> Arc<Bound> {
@@ -265,6 +292,10 @@ fn bound_of<'a>(ranges: impl Iterator<Item = (u64, &'a Entry)>) -> Bound {
     Bound::new(binding, sources).expect("each range has memory of its length")
 }
 
+fn touches(one: &Range<u64>, other: &Range<u64>) -> bool {
+    one.start < other.end && other.start < one.end
+}
+
 fn refusal(why: impl Into<String>) -> Error {
     Error::new(ErrorCode::InvalidArgument, why)
 }
@@ -333,6 +364,26 @@ mod tests {
         bound.memories().for_each(|memory| drop(memory.end_leases()));
         drop(bound);
         assert!(carver.is_any_idle());
+    }
+
+    #[test]
+    fn copies_that_nobody_could_wait_for_are_those_of_their_bytes() {
+        let (_sim, _carver, saves) = rooms();
+        let [first, second] = [Ticket::new(1, 5), Ticket::new(2, 7)];
+        saves.owe(&RANGE, &[first, Ticket::NONE]);
+        saves.owe(&(4096..8192), &[second]);
+        assert!(saves.owed(&(0..512)).is_empty() && saves.owed(&(1024..4096)).is_empty());
+        // Whoever asks meanwhile has it to wait for too.
+        assert_eq!([saves.owed(&(0..513)), saves.owed(&RANGE)], [[first], [first]]);
+        assert_eq!(saves.owed(&(1000..5000)), [first, second]);
+        saves.settle(&RANGE, &[second]);
+        saves.settle(&(4096..8192), &[first]);
+        assert_eq!(saves.owed(&(1000..5000)), [first, second]);
+        saves.settle(&(0..513), &[first]);
+        assert_eq!(saves.owed(&(0..5000)), [second]);
+        drop(saves.end());
+        saves.owe(&RANGE, &[first]);
+        assert!(saves.owed(&(0..8192)).is_empty());
     }
 
     /// Pages of the ranges below, in bytes.

@@ -48,6 +48,7 @@ mod reviewed;
 mod reviewed_life;
 mod saves;
 mod saves_ahead;
+mod saves_stream;
 mod scenarios;
 mod scenarios_failures;
 mod scenarios_life;

@@ -135,6 +135,22 @@ class Control(Case):
         control.set_simple_vram_headroom(1 << 60)
         self.assertEqual(self.device.budget, PAGE)
 
+    def test_other_programs_are_seen_whoever_is_to_be_asked(self):
+        for nvml_pressure in (True, False):
+            self.assertTrue(control.init(nvml_pressure=nvml_pressure))
+            vbar = ModelVBAR(64 * MIB, 0)
+            alloc = vbar.alloc(20 * PAGE)
+            self.assertIsNotNone(vbar_fault(alloc))
+            vbar_unpin(alloc)
+            self.compute.synchronize()
+            free = self.device.info.total_bytes - 10 * PAGE
+            self.sim.set_outside_bytes(free)
+            self.device.refresh()
+            self.assertLess(vbar.loaded_size(), 20 * PAGE, nvml_pressure)
+            self.sim.set_outside_bytes(0)
+            self.device.refresh()
+            vbar.close()
+
     def test_devices_are_opened_all_or_none_and_stay_open(self):
         device = self.device
         self.assertTrue(control.init_device(0))
@@ -258,7 +274,7 @@ class Failures(Case):
             self.assertFalse(vbar_signature_compare(signature, None))
         self.assertIsNone(self.vbar._saved)
         saved._drop(signature.use.unit)
-        self.assertEqual(saved._owed, 0)
+        self.assertEqual(saved._owed, set())
 
     def test_a_fault_that_fails_behind_its_pins_keeps_none(self):
         for of, name in ((_saved.Saved, "pin"), (_saved.Saved, "enter")):
@@ -534,11 +550,6 @@ class Vbar(Case):
         model_vbar.vbars_reset_watermark_limits()
         gc.collect()
 
-    def test_with_a_callback_for_what_leaves_nothing_is_resident(self):
-        with self.logged("WARNING"):
-            vbar = ModelVBAR(64 * MIB, 0, pageout_callback=lambda *_: True)
-        self.assertIsNone(vbar_fault(vbar.alloc(5)))
-
     def test_a_card_smaller_than_a_page_of_clients(self):
         self.close()
         self.sim.violations = lambda: []
@@ -736,6 +747,39 @@ class Buffers(Case):
         vbar.prioritize()
         self.assertIsNotNone(vbar_fault(alloc))
 
+    def test_once_closed_it_gives_nothing_and_closes_once(self):
+        buffer = vram_buffer.VRAMBuffer(1 << 34, 0)
+        buffer.get(MIB)
+        for _ in range(2):
+            buffer.close()
+            self.assertEqual(buffer.size(), 0)
+            for size in (1, 0, 32 * MIB):
+                refused(RuntimeError, "is closed", buffer.get, size)
+        self.device.free_memory()
+        self.assertEqual(control.get_total_vram_usage(), 0)
+
+    def test_who_gets_while_another_closes_has_memory_or_is_refused(self):
+        grow = vram_buffer.VRAMBuffer._grow
+        for _ in range(20):
+            buffer, ends = vram_buffer.VRAMBuffer(1 << 34, 0), []
+            closer = threading.Thread(target=buffer.close)
+
+            def racing(buffer, end, closer=closer):
+                # Another thread closes it in the midst of this.
+                closer.start()
+                time.sleep(0.001)
+                grow(buffer, end)
+                ends.append(buffer.size())
+
+            with unittest.mock.patch.object(vram_buffer.VRAMBuffer, "_grow", racing):
+                self.assertEqual(buffer.get(5)[2], 5)
+            closer.join()
+            self.assertEqual((ends, buffer.size()), ([16 * MIB], 0))
+            refused(RuntimeError, "is closed", buffer.get, 5)
+        self.compute.synchronize()
+        self.device.free_memory()
+        self.assertEqual(control.get_total_vram_usage(), 0)
+
     def test_it_goes_when_the_work_is_done(self):
         buffer = vram_buffer.VRAMBuffer(1 << 34, 0)
         address = buffer.get(MIB)[1]
@@ -887,6 +931,123 @@ class Host(Case):
         del buffer
         self.assertEqual(self.sim.live().locked_bytes, 0)
 
+    def is_mapped(self, address):
+        with open("/proc/self/maps", encoding="ascii") as maps:
+            for line in maps:
+                start, end = (int(word, 16) for word in line.split()[0].split("-"))
+                if start <= address < end:
+                    return True
+        return False
+
+    def test_what_is_locked_is_unlocked_before_its_device_goes(self):
+        buffer = host_buffer.HostBuffer(0, 0, 64 * MIB)
+        data = pattern(2 * MIB)
+        ctypes.memmove(buffer.extend(MIB), data, MIB)
+        address = buffer.extend(MIB, register=False)
+        ctypes.memmove(address, data[MIB:], MIB)
+        self.assertEqual(torch.cuda.cudart().cudaHostRegister(address, MIB, 1), 0)
+        gone = host_buffer.HostBuffer(0, 0, MIB)
+        gone.extend(4096)
+        del gone
+        self.assertEqual(self.sim.live().locked_bytes, 2 * MIB)
+        control.deinit()
+        self.assertEqual(self.sim.live().locked_bytes, 0)
+        # It is memory as before.
+        self.assertEqual(self.bytes_of(buffer), data)
+        refused(RuntimeError, "no device was opened", buffer.extend, MIB)
+        buffer.extend(MIB, register=False)
+        del buffer
+        self.sim.close()
+        self.open()
+
+    def test_memory_that_stays_locked_stays_mapped(self):
+        for cut in (0, MIB):
+            buffer = host_buffer.HostBuffer(0, 0, 64 * MIB)
+            buffer.extend(MIB, register=False)
+            address = buffer.extend(MIB)
+            self.sim.fail("cuMemHostUnregister", count=None)
+            with self.logged("WARNING") as logged:
+                buffer.truncate(cut)
+            self.sim.heal()
+            self.assertIn("stays locked", logged.output[0])
+            self.assertEqual(buffer.size, cut)
+            self.assertTrue(self.is_mapped(address))
+            # The device may still write it.
+            ctypes.memset(address, 7, MIB)
+            if cut:
+                # It is the buffer's still, and goes with it once it can be unlocked.
+                self.assertEqual(buffer.extend(2 * MIB, register=False), address)
+                buffer.truncate(0)
+                self.assertFalse(self.is_mapped(address))
+            else:
+                # Another time it is other memory.
+                self.assertNotEqual(buffer.extend(MIB, register=False), address - MIB)
+                self.device.unlock_host(address)
+                _libc.release(address - MIB, 64 * MIB)
+            self.assertEqual(self.sim.live().locked_bytes, 0)
+
+    def test_memory_that_the_system_does_not_take_fails_nothing(self):
+        def fail(*_):
+            raise OSError(12, "as told")
+
+        buffer = host_buffer.HostBuffer(0, 0, 64 * MIB)
+        buffer.extend(MIB, register=False)
+        address = buffer.extend(MIB, register=False)
+        with unittest.mock.patch.object(_libc, "decommit", fail):
+            buffer.truncate(MIB)
+            self.assertEqual(buffer.size, MIB)
+            self.assertEqual(buffer.extend(5, register=False), address)
+            buffer.extend(1, reallocate=True, register=False)
+            self.sim.fail("cuMemHostRegister", count=None)
+            error = refused(RuntimeError, "locking", buffer.extend, MIB)
+            del error
+            self.sim.heal()
+            self.assertEqual(buffer.size, MIB + 1)
+        ctypes.memset(buffer.extend(8 * MIB, register=False), 3, 8 * MIB)
+        real, base = _libc.release, buffer.get_raw_address()
+        with unittest.mock.patch.object(_libc, "release", fail):
+            with self.logged("WARNING") as logged:
+                buffer.truncate(0)
+        self.assertIn("stay: ", logged.output[0])
+        self.assertEqual((buffer.size, buffer.get_raw_address()), (0, 0))
+        real(base, 64 * MIB)
+        self.assertEqual(buffer.extend(MIB), buffer.get_raw_address())
+
+    def test_a_chunk_of_another_length_is_locked_as_it_is_told(self):
+        buffer, runtime = host_buffer.HostBuffer(0, 0, 64 * MIB), torch.cuda.cudart()
+        buffer.extend(MIB, register=False)
+        last = buffer.extend(2 * MIB, register=False)
+        self.assertEqual(runtime.cudaHostRegister(last, 2 * MIB, 1), 0)
+        # Its memory goes in part, and so does the lock that PyTorch has.
+        self.assertEqual(buffer.extend(MIB, reallocate=True, register=False), last)
+        self.assertEqual(self.sim.live().locked_bytes, 0)
+        self.assertEqual(runtime.cudaHostRegister(last, MIB, 1), 0)
+        self.assertEqual(buffer.extend(2 * MIB, reallocate=True), last)
+        self.assertEqual(self.sim.live().locked_bytes, 2 * MIB)
+        refused(RuntimeError, "beyond", buffer.extend, 1 << 40, reallocate=True)
+        grow = buffer._grow_to
+
+        def fail(_):
+            raise RuntimeError("as told")
+
+        buffer._grow_to = fail
+        refused(RuntimeError, "as told", buffer.extend, 3 * MIB, reallocate=True)
+        buffer._grow_to = grow
+        self.assertEqual(self.sim.live().locked_bytes, 2 * MIB)
+
+    def test_a_chunk_that_is_cut_stays_locked_as_far_as_it_stays(self):
+        buffer, runtime = host_buffer.HostBuffer(0, 0, 64 * MIB), torch.cuda.cudart()
+        first = buffer.extend(MIB, register=False)
+        last = buffer.extend(2 * MIB, register=False)
+        for address, size in ((first, MIB), (last, 2 * MIB)):
+            self.assertEqual(runtime.cudaHostRegister(address, size, 1), 0)
+        buffer.truncate(2 * MIB)
+        self.assertEqual(self.sim.live().locked_bytes, 2 * MIB)
+        buffer.truncate(MIB)
+        self.assertEqual(self.sim.live().locked_bytes, MIB)
+        buffer.truncate(0)
+        self.assertEqual(self.sim.live().locked_bytes, 0)
+
     def test_register_and_unregister_by_hand(self):
         buffer = host_buffer.HostBuffer(0, 0, 64 * MIB)
         buffer.extend(8 * MIB, register=False)
@@ -926,11 +1087,75 @@ class Host(Case):
             self.assertEqual(buffer.size, 12 * MIB)
             found = self.sim.read(alloc[1], 9 * MIB, side)
             self.assertEqual(found, data[5 : 5 + 9 * MIB])
+            # No device is the current one.
+            for device in ({}, {"device": -1}, {"device": None}):
+                buffer.read_file_slice(file, 99, MIB, device_ptr=alloc[1], **device)
+                self.assertEqual(self.sim.read(alloc[1], MIB), data[99 : 99 + MIB])
+                self.sim.write(alloc[1], bytes(MIB))
+            told = {"device_ptr": alloc[1], "device": 3}
+            refused(RuntimeError, "was not opened", buffer.read_file_slice, file, 0, 5, **told)
             buffer.read_file_slice(file, 0, 5, offset=0, stream=0, device=None)
             refused(RuntimeError, "the file ends at", buffer.read_file_slice, file, len(data), 1)
         refused(RuntimeError, "Bad file descriptor", buffer.read_file_slice, 999999, 0, 1)
         refused(RuntimeError, "descriptor", buffer.read_file_slice, "path", 0, 1)
         vbar_unpin(alloc)
+
+    def test_file_pages_that_a_buffer_has_too_are_marked_cold_and_stay(self):
+        data = pattern(3 * MIB + 77)
+        file = os.open(self.write(data), os.O_RDONLY)
+        self.addCleanup(os.close, file)
+        cooled, cool = [], _libc.cool
+
+        def seen(*told):
+            cooled.append(told)
+            cool(*told)
+
+        address = vram_buffer.VRAMBuffer(1 << 34, 0)
+        target = address.get(3 * MIB)[1]
+        with unittest.mock.patch.object(_libc, "cool", seen):
+            for mark_cold, count in ((True, 1), (False, 0)):
+                buffer = host_buffer.HostBuffer(0, 0, 64 * MIB, mark_cold=mark_cold)
+                buffer.read_file_slice(file, 77, 3 * MIB)
+                self.assertEqual(self.bytes_of(buffer), data[77:])
+                self.assertEqual(cooled, [(file, 77, 3 * MIB)] * count)
+                del cooled[:], buffer
+                told = file, 5, MIB, self.compute.handle, target, 0
+                host_buffer.read_file_to_device(*told, mark_cold=mark_cold)
+                self.assertEqual(self.sim.read(target, MIB, self.compute), data[5 : 5 + MIB])
+                self.assertEqual(cooled, [(file, 5, MIB)] * count)
+                del cooled[:]
+            host_buffer.read_file_to_device(*told)
+            host_buffer.read_file_to_device(file, 5, 0, 0, target, 0)
+            self.assertEqual(cooled, [(file, 5, MIB)])
+        # What is cold is there: a read that may not wait for the disk has it.
+        found = bytearray(len(data))
+        os.preadv(file, [found], 0, os.RWF_NOWAIT)
+        self.assertEqual(found, data)
+
+    def test_what_cannot_be_marked_cold_is_left(self):
+        advised, real = [], _libc._libc
+
+        class Advising:
+            def __getattr__(self, name):
+                return getattr(real, name)
+
+            def madvise(self, address, length, advice):
+                advised.append((length, advice))
+                return real.madvise(address, length, advice)
+
+        file = os.open(self.write(pattern(3 * _libc.PAGE)), os.O_RDONLY)
+        self.addCleanup(os.close, file)
+        with unittest.mock.patch.object(_libc, "_libc", Advising()):
+            _libc.cool(file, _libc.PAGE + 5, _libc.PAGE)
+            self.assertEqual(advised[0], (_libc.PAGE + 5, _libc._POPULATE_READ))
+            before = advised[1:]
+            # Past the end of the file, and no file: nothing is told, nothing raised.
+            _libc.cool(file, 8 * _libc.PAGE, 5)
+            pipe = os.pipe()
+            self.addCleanup(lambda: [os.close(end) for end in pipe])
+            _libc.cool(pipe[0], 0, 5)
+        self.assertEqual([advice for _, advice in before], [_libc._COLD])
+        self.assertEqual(advised[2:], [(5, _libc._POPULATE_READ)])
 
     def test_a_file_goes_to_the_device_through_the_ring(self):
         data = pattern(9 * MIB + 333)

@@ -115,8 +115,10 @@ class Nodes(Case):
         self.assertIn("4.0 MiB were streamed, 2.0 MiB from files and 2.0 MiB from RAM", said)
 
     def test_what_has_no_addresses_is_told_so(self):
+        self.sim.fail("cuMemAddressReserve", count=None)
         with self.logged("WARNING"):
-            written = ModelVBAR(64 * MIB, 0, pageout_callback=lambda *_: True)
+            written = ModelVBAR(64 * MIB, 0)
+        self.sim.heal()
         vbar_fault(written.alloc(MIB))
         said, = self.end()
         self.assertIn("1.0 MiB were streamed, from RAM. Not resident: they have no addr", said)

@@ -20,7 +20,7 @@ import comfy_aimdo.model_vbar as model_vbar
 import comfy_aimdo.vram_buffer as vram_buffer
 from vbar import Cancelled, DriverError, PageState, Reason, TimedOut
 from vbar._guard import Pins
-from vbar.comfy import _devices, _saved
+from vbar.comfy import _devices, _idle, _saved
 
 IN_FRAMES = (PageState.ISSUED, PageState.RESIDENT)
 
@@ -765,13 +765,52 @@ class Waits(Saving):
             save(*arguments)
             raise DriverError("the fence of a copy")
 
-        with unittest.mock.patch.object(kind, "save", failing):
-            with self.logged("WARNING"):
-                model_vbar.vbar_unpin(one.alloc)
-        with unittest.mock.patch.object(_devices, "synchronize", lambda _: False):
+        self.device.set_wait_timeout(0.05)
+        with self.compute.held():
+            with unittest.mock.patch.object(kind, "save", failing):
+                with self.logged("WARNING"):
+                    model_vbar.vbar_unpin(one.alloc)
             self.assertIsNone(model_vbar.vbar_fault(one.alloc))
+            # While a graph is captured nobody waits for it.
+            with unittest.mock.patch.object(_devices, "is_capturing", lambda: True):
+                self.assertIsNone(model_vbar.vbar_fault(one.alloc))
+        self.device.set_wait_timeout(30)
         self.assertIsNotNone(model_vbar.vbar_fault(one.alloc))
+        self.assertEqual(self.saved._owed, set())
         model_vbar.vbar_unpin(one.alloc)
+        client.close()
+
+    def test_no_wait_that_was_made_up_for_waits_for_the_whole_device(self):
+        client = self.start()
+        one = self.faulted_anew(client)
+        other = self.stream()
+        self.device.set_wait_timeout(0.05)
+        with self.compute.held():
+            self.unpin_while_held(one)
+            self.saved.set_cut(0)
+            self.saved.set_cut(None)
+        self.assertEqual(len(self.saved._owed), 1)
+        self.device.set_wait_timeout(30)
+        # Somebody else's work does not end meanwhile.
+        with other.held():
+            self.sim.launch_sleep(10, other)
+            signature = model_vbar.vbar_fault(one.alloc)
+            self.assertIsNotNone(signature)
+            one.seed += 100
+            self.assertFalse(model_vbar.vbar_signature_compare(signature, None))
+        one.kept = signature
+        self.check_written_at_once(client, one)
+
+    def test_a_copy_of_a_vbar_that_is_closed_is_owed_to_nobody(self):
+        client = self.start()
+        one = self.faulted_anew(client)
+        self.device.set_wait_timeout(0.05)
+        with self.compute.held():
+            self.unpin_while_held(one)
+            self.saved.set_cut(0)
+            self.bar.close()
+            self.assertTrue(self.saved._settle())
+        self.device.set_wait_timeout(30)
         client.close()
 
     def test_who_compares_may_not_write_before_a_fill_is_done(self):
@@ -818,6 +857,125 @@ class Waits(Saving):
                 client.use(weight)
         self.assertEqual(closed, [None], "it was asked how much is resident")
         client.close()
+
+
+class Idle(Saving):
+    """Nobody uses weights: copies go all the same."""
+
+    def start(self, **options):
+        client = super().start(**options)
+        self.bar, self.weights = self.model([PAGE] * 12)
+        self.saved = self.bar._saved
+        # With threads nobody knows when which page comes.
+        for _ in range(6):
+            client.steps(self.weights)
+            client.node()
+        if not options.get("threads"):
+            self.settle(client, self.weights)
+        return client
+
+    def resident_and_saved(self):
+        """Bytes of pages that are as they were used last, and have a copy."""
+        told = 0
+        for unit in self.saved._units.values():
+            for piece, page in zip(unit.pieces, self.saved._pages(unit.key)):
+                there = page.state in IN_FRAMES and page.generation == piece.seen
+                told += piece.key[1] if there and piece.saved else 0
+        return told
+
+    def test_one_copy_is_enough_of_what_is_resident(self):
+        client = self.start()
+        client.steps(self.weights)
+        client.node()
+        self.assertGreater(self.resident_and_saved(), 0)
+        before, used = self.saved.saved_bytes(), self.context.used_at
+        _saved._look_after(self.context, used + 9.9)
+        self.assertEqual(self.saved.saved_bytes(), before)
+        kept = model_vbar.vbar_fault(self.weights[-1].alloc)
+        model_vbar.vbar_signature_compare(kept, self.weights[-1].kept)
+        _saved._look_after(self.context, self.context.used_at + 10)
+        # What is pinned may be saved yet.
+        pinned = self.resident_and_saved()
+        self.assertLessEqual(pinned, PAGE)
+        model_vbar.vbar_unpin(self.weights[-1].alloc)
+        _saved._look_after(self.context, self.context.used_at + 10)
+        self.assertEqual(self.resident_and_saved(), 0)
+        self.assertGreater(self.saved.saved_bytes(), 0)
+        # What is there is there, and the rest comes back by itself.
+        self.settle(client, self.weights)
+        client.close()
+
+    def test_what_the_host_has_no_memory_for_goes_with_no_use(self):
+        client = self.start()
+        statistics, said = type(self.device).statistics, []
+
+        def short(device):
+            said.append(device)
+            excess = max(3 * PAGE - freed(), 0)
+            return dataclasses.replace(statistics(device), locked_excess_bytes=excess)
+
+        before = self.saved.saved_bytes()
+
+        def freed():
+            return before - self.saved.saved_bytes()
+
+        self.assertGreater(before, 3 * PAGE)
+        with unittest.mock.patch.object(type(self.device), "statistics", short):
+            _saved._look_after(self.context, self.context.used_at)
+        self.assertEqual((freed(), len(said)), (3 * PAGE, 1))
+        self.settle(client, self.weights)
+        client.close()
+
+    def test_a_thread_looks_after_them_where_the_device_has_threads(self):
+        looked, look = threading.Event(), _saved._look_after
+
+        def seen(context, now):
+            look(context, now + 60)
+            looked.set()
+
+        with unittest.mock.patch.multiple(_idle, EACH=0.005):
+            with unittest.mock.patch.object(_saved, "_look_after", seen):
+                client = self.start(threads=True)
+                client.steps(self.weights, 2)
+                self.assertTrue(looked.wait(60), "nobody looks after them")
+                client.node()
+                context = self.context
+                self.bar.close()
+                # With the last copy it ends; another save starts another one.
+                self.until(lambda: context not in _idle._looked_after)
+                looked.clear()
+                _, self.weights = self.model([PAGE] * 12, 500)
+                client.steps(self.weights, 6)
+                self.assertTrue(looked.wait(60), "nobody looks after them again")
+                client.close()
+                self.close()
+                self.until(lambda: context not in _idle._looked_after)
+
+    def test_without_threads_there_is_none(self):
+        client = self.start(threads=False)
+        self.assertGreater(self.saved.saved_bytes(), 0)
+        self.assertNotIn(self.context, _idle._looked_after)
+        client.close()
+
+    def test_a_thread_that_cannot_be_started_fails_no_save(self):
+        refused_starts = []
+
+        def refuse(thread):
+            refused_starts.append(thread)
+            raise RuntimeError("can't start new thread")
+
+        with unittest.mock.patch.object(threading.Thread, "start", refuse):
+            client = self.start(threads=True)
+        self.assertGreater(self.saved.saved_bytes(), 0)
+        self.assertGreater(len(refused_starts), 1)
+        self.assertNotIn(self.context, _idle._looked_after)
+        client.close()
+
+    def until(self, is_so):
+        end = time.monotonic() + 60
+        while not is_so():
+            self.assertLess(time.monotonic(), end)
+            time.sleep(0.002)
 
 
 class Random(Saving):

@@ -121,14 +121,17 @@ impl World {
         self.forget(&place);
     }
 
-    /// Forgets what was saved, whether waiting for its copies went well or not.
-    fn forget(&mut self, place: &Place) -> bool {
+    /// Forgets what was saved, whether waiting for its copies went well or not: another call waits
+    /// anew.
+    fn forget(&mut self, place: &Place) {
         let dropped = place.vbar.drop_save(place.range.clone());
         self.note_saved(place, Saved::No);
-        place.vbar.drop_save(place.range.clone()).expect("it is forgotten");
-        let is_done = dropped.is_ok();
-        self.accept_any(place.key.0, dropped);
-        is_done
+        let again = place.vbar.drop_save(place.range.clone());
+        assert!(dropped.is_err() || again.is_ok(), "there was nothing left to wait for: {again:?}");
+        let device = place.key.0;
+        self.devices[device].has_owed |= again.is_err();
+        self.accept_any(device, dropped);
+        self.accept_any(device, again);
     }
 
     /// Whether a guard has pins on pages of a range: its bytes are used.
@@ -152,10 +155,7 @@ impl World {
         }
         let Some(guard) = self.fault_known(&place, stream) else { return };
         if matches!(self.saved(&place), Saved::Bytes(_)) {
-            if !self.forget(&place) {
-                // Copies of it may be under way.
-                self.synchronise(device);
-            }
+            self.forget(&place);
             if !self.prepare(&place) {
                 return self.accept_any(device, guard.unpin());
             }
@@ -243,7 +243,9 @@ impl World {
 
     /// What comes on a stream from now on comes behind all that was enqueued.
     pub(crate) fn come_behind_all(&mut self, device: usize, stream: Stream) {
-        if stream.is_none() || std::mem::take(&mut self.devices[device].has_retired) {
+        let dev = &mut self.devices[device];
+        let is_unknown = std::mem::take(&mut dev.has_retired) | std::mem::take(&mut dev.has_owed);
+        if stream.is_none() || is_unknown {
             self.synchronise(device);
         }
         if stream.is_none() || self.is_dead(device) {

@@ -110,6 +110,9 @@ pub(crate) struct Dev {
     pub(crate) before: Option<Statistics>,
     /// A stream was given up that may have work still.
     pub(crate) has_retired: bool,
+    /// A drop of what was saved has failed: a copy of it may be under way, which reads its pages
+    /// on a stream that is none of the program's.
+    pub(crate) has_owed: bool,
 }
 
 pub(crate) struct World {
@@ -362,6 +365,7 @@ impl Dev {
             others: Vec::new(),
             before: None,
             has_retired: false,
+            has_owed: false,
         }
     }
 }

@@ -17,12 +17,12 @@ from .._bar import Bar
 from .._errors import Error
 from .._guard import Pins
 from .._values import Freed, Reason, Shortfall
-from . import _devices, _pins, _report, _saved
+from . import _devices, _paged, _pins, _report, _saved
 
 logger = logging.getLogger("vbar.comfy")
 
 #: The unit of pages that clients count in.
-PAGE = 32 << 20
+PAGE = _paged.PAGE
 _ALIGNMENT = 512
 _RESIDENT, _PINNED = 1, 2
 
@@ -42,8 +42,10 @@ class ModelVBAR:
     Args:
         size: addresses, in bytes. More than the card has are addresses that are never resident.
         device: the device's index.
-        pageout_callback: who would save pages that are written on the device. Not asked: with one
-            nothing is resident, so that nothing is lost.
+        pageout_callback: who saves pages that are written on the device. Called with the first byte
+            and the length in the VBAR before a page leaves, when all work that used it is over, on
+            any thread that needs memory; it returns when the bytes are saved, calls no VBAR, and
+            keeps the page by ``False`` or an exception. Not called for what :meth:`close` drops.
 
     Raises:
         RuntimeError: the device was not opened.
@@ -53,7 +55,7 @@ class ModelVBAR:
 
     def __init__(self, size: Any, device: Any, pageout_callback: Any = None) -> None:
         self._bar: Bar | None = None
-        self._saved: _saved.Saved | None = None
+        self._saved: _saved.Saved | _paged.Paged | None = None
         #: By first byte and length, the pins of faults, each with the node's number.
         self._held: dict[tuple[int, int], list[tuple[Pins, int]]] = {}
         self._lock = threading.Lock()
@@ -67,13 +69,17 @@ class ModelVBAR:
         self.offset = 0
         wanted = _devices.saturated(size)
         pages = min(-(-wanted // PAGE), context.total // PAGE)
-        if pageout_callback is not None:
-            logger.warning("pages that are saved when they leave are not supported: none are kept")
+        if pageout_callback is not None and PAGE % context.device.page_size:
+            logger.warning("pages of %d bytes are not saved by a client: none are kept", PAGE)
             pages = 0
         self._bar = _reserve(context, pages * PAGE) if pages else None
-        self._saved = None if self._bar is None else _saved.Saved(self._bar, context)
+        if self._bar is not None and pageout_callback is not None:
+            self._saved = _paged.Paged(self._bar, context, pageout_callback)
+        elif self._bar is not None:
+            self._saved = _saved.Saved(self._bar, context)
         #: It was made the first to lose pages.
         self._is_low = False
+        self._set_rank(1)
         #: Bytes that may be resident.
         self._backed = pages * PAGE if self._bar is not None else 0
         self.base_addr = self._bar.address if self._bar is not None else _take_nowhere(wanted)
@@ -122,6 +128,9 @@ class ModelVBAR:
         signature, pins = _signature_type(nbytes)(), None
         try:
             pins = saved.pin(key)
+            if isinstance(saved, _saved.Saved):
+                while _paged.is_room_missing(pins) and _paged.make_room(self._context, self._rank):
+                    pins = saved.pin(key)
             if pins.token:
                 value, signature.use = saved.enter(key, pins)
         except (Error, RuntimeError) as error:
@@ -150,8 +159,8 @@ class ModelVBAR:
         What is not pinned stays so: clients unpin what they may have pinned.
 
         Raises:
-            RuntimeError: the use is known to no fence, or what was to be done before failed; the
-                pins are given back all the same.
+            RuntimeError: the use is known to no fence, what was to be done before failed, or the
+                callback keeps a page above the watermark; the pins are given back all the same.
         """
         held = self._held.get((address - self.base_addr, nbytes))
         if not held:
@@ -168,30 +177,44 @@ class ModelVBAR:
                     saved.before_unpin(pins, stream)
             finally:
                 _pins.unpin(pins, stream)
-        except Error as error:
+            if isinstance(saved, _paged.Paged):
+                saved.unpinned()
+        except (Error, _paged.Refused) as error:
             raise RuntimeError(f"an unpin of {nbytes} bytes at {address:#x}: {error}") from error
 
     def prioritize(self, malloc_async_clamp: Any = None) -> None:
         """Makes this the last to lose pages, and all of it may be resident again."""
         self._is_low = False
+        self._set_rank(1)
         self._set_cut(None)
         self._mark(lambda bar: bar.prioritise())
 
     def deprioritize(self) -> None:
         """Makes this the first to lose pages."""
         self._is_low = True
+        self._set_rank(-1)
         self._mark(lambda bar: bar.deprioritise())
 
     def set_watermark_limit(self, nbytes: Any) -> None:
         """Keeps the first bytes from eviction, whole pages, until the end of the node."""
         self._limit = _devices.saturated(nbytes)
+        if isinstance(self._saved, _paged.Paged):
+            self._saved.limit = -(-self._limit // PAGE)
         self._mark(lambda bar: bar.set_floor(self._pages_of(bar, self._limit)))
 
     def set_watermark(self, nbytes: Any) -> None:
-        """Lets only the first bytes be resident, whole pages; others that no pin holds go now."""
-        pages = _devices.saturated(nbytes)
-        self._set_cut(pages)
-        self._mark(lambda bar: bar.set_watermark(self._pages_of(bar, pages)))
+        """Lets only the first bytes be resident, whole pages; others that no pin holds go now.
+
+        Raises:
+            RuntimeError: it failed, or the callback keeps a page; the others are gone.
+        """
+        told, saved = _devices.saturated(nbytes), self._saved
+        if isinstance(saved, _paged.Paged):
+            told = -(-told // PAGE) * PAGE
+        self._set_cut(told)
+        self._mark(lambda bar: bar.set_watermark(self._pages_of(bar, told)))
+        if isinstance(saved, _paged.Paged):
+            self._mark(lambda _: saved.cut_off())
 
     def free_memory(self, nbytes: Any) -> int:
         """Gives memory back, from the end down to the limit. Never raises.
@@ -205,6 +228,8 @@ class ModelVBAR:
         try:
             # A fence behind all that the current stream was given.
             self._end_of_run(bar)
+            if isinstance(self._saved, _paged.Paged):
+                return self._saved.free(wanted)
             bar.set_floor(self._pages_of(bar, self._limit))
             freed = bar.free_memory(wanted)
         except Exception as error:
@@ -251,7 +276,9 @@ class ModelVBAR:
             # What no allocation has is not missed.
             wanted = own[: max(-(-(self.offset - start) // size), 0)]
             resident = bool(wanted) and all(page.state in _saved.MAPPED for page in wanted)
-            pinned = any(page.pin_count for page in own)
+            saved = self._saved
+            kept = saved.pins_of(start) if isinstance(saved, _paged.Paged) else 0
+            pinned = any(page.pin_count > kept for page in own)
             told.append(_RESIDENT * resident | _PINNED * pinned)
         return told
 
@@ -259,7 +286,9 @@ class ModelVBAR:
         """Gives pages and addresses back, when the work that uses them is done. Never blocks."""
         # First what says that it is closed: whoever finds the library's VBAR closed looks there.
         self._backed = 0
-        bar, self._bar, self._saved = self._bar, None, None
+        bar, saved, self._bar, self._saved = self._bar, self._saved, None, None
+        if isinstance(saved, _paged.Paged):
+            saved.close()
         # Each owner gives its pins back as it goes.
         self._held = {}
         if bar is not None:
@@ -280,7 +309,7 @@ class ModelVBAR:
         pinned = self._end_of_run(bar)
         if self._saved is not None:
             self._saved.end_of_node(self._is_low)
-        if pinned:
+        if pinned and not isinstance(self._saved, _paged.Paged):
             logger.debug("%r has %d pages that are pinned at the end of a node", self, pinned)
 
     def _end_of_run(self, bar: Bar) -> int:
@@ -300,6 +329,11 @@ class ModelVBAR:
             pins.release()
             if self._saved is not None:
                 self._saved.released(pins)
+
+    def _set_rank(self, sign: int) -> None:
+        self._rank = sign * next(self._context.ranks)
+        if isinstance(self._saved, _paged.Paged):
+            self._saved.rank = self._rank
 
     def _set_cut(self, nbytes: int | None) -> None:
         if self._saved is not None:

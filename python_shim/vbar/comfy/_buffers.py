@@ -6,6 +6,7 @@ everything else does and takes memory of weights, and nobody takes its.
 
 from __future__ import annotations
 
+import math
 import threading
 from typing import Any, Tuple
 
@@ -13,7 +14,7 @@ from .. import _abi
 from .._errors import Error
 from .._guard import Pins
 from .._values import Reason
-from . import _devices, _pins
+from . import _devices, _paged, _pins
 
 #: What it grows by.
 _CHUNK = 16 << 20
@@ -42,6 +43,7 @@ class VRAMBuffer:
         self.device = device
         self.max_size = _devices.saturated(max_size)
         self._size = 0
+        self._is_closed = False
         try:
             self._bar = context.device.create_bar(max(self.max_size, 1))
             self._bar.set_class(_CLASS)
@@ -61,12 +63,14 @@ class VRAMBuffer:
             The buffer, the first address, and ``size``.
 
         Raises:
-            RuntimeError: it cannot grow so far.
+            RuntimeError: it cannot grow so far, or is closed.
         """
         end = offset + size
         if size < 0 or offset < 0 or end > self.max_size:
             raise RuntimeError(f"{size} bytes at {offset} of a buffer of {self.max_size}")
         with self._lock:
+            if self._is_closed:
+                raise RuntimeError(f"{size} bytes at {offset} of a buffer that is closed")
             if end > self._size:
                 self._grow(end)
         return self, self._bar.address + offset, size
@@ -77,6 +81,8 @@ class VRAMBuffer:
         index = self._context.index
         try:
             pins = _pins.pin(self._bar, self._size, end - self._size, index, _PATIENCE)
+            while _paged.is_room_missing(pins) and _paged.make_room(self._context, math.inf):
+                pins = _pins.pin(self._bar, self._size, end - self._size, index, _PATIENCE)
         except Error as error:
             raise RuntimeError(f"a buffer of {self._size} bytes cannot grow to {end}: {error}") from error
         if not pins.token:
@@ -86,13 +92,17 @@ class VRAMBuffer:
         self._size = end
 
     def close(self) -> None:
-        """Gives the memory back. Its users' streams are not known, so all work is waited for.
+        """Gives the memory back. Its users' streams are not known, so all work is waited for. A
+        second time does nothing.
 
         Raises:
             RuntimeError: pins were not given back as they should be; it is closed all the same.
         """
-        held, self._held = self._held, []
-        self._size = 0
+        # What another thread gets meanwhile it has before, or not at all.
+        with self._lock:
+            self._is_closed = True
+            held, self._held = self._held, []
+            self._size = 0
         try:
             try:
                 if held and _devices.synchronize(self._context.index):

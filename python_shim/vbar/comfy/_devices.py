@@ -9,6 +9,7 @@ both for a device.
 from __future__ import annotations
 
 import importlib.metadata
+import itertools
 import logging
 import math
 import operator
@@ -25,6 +26,7 @@ from . import _report
 
 if TYPE_CHECKING:
     from ._bars import ModelVBAR
+    from ._host import HostBuffer
 
 logger = logging.getLogger("vbar.comfy")
 
@@ -35,6 +37,8 @@ HEADROOM_MAX = 1 << 60
 
 _lock = threading.RLock()
 _options: dict[str, Any] = {}
+#: What has page-locked memory that it unlocks by a device.
+_hosts: weakref.WeakSet[HostBuffer] = weakref.WeakSet()
 
 
 class Context:
@@ -45,8 +49,17 @@ class Context:
         self.total: int = device.info.total_bytes
         #: Counts the ends of nodes.
         self.epoch = 0
+        self.has_threads = _options.get("threads") is not False
+        #: When a weight was last faulted.
+        self.used_at = 0.0
         #: When it was last seen whether the host has memory for what is page-locked.
         self.looked_at = 0.0
+        #: The same of the device's memory, for what its clients save themselves.
+        self.relieved_at = 0.0
+        #: Held while a page of such a VBAR comes or leaves, and its client is called.
+        self.leaving = threading.RLock()
+        #: Numbers of VBARs, in the order in which they were last made the last to lose pages.
+        self.ranks = itertools.count(1)
         #: Since the last end.
         self.traffic = _report.Traffic()
         self._bars: weakref.WeakSet[ModelVBAR] = weakref.WeakSet()
@@ -189,10 +202,20 @@ def deinit() -> None:
     with _lock:
         lib, _simple = None, HEADROOM
         closing = [contexts.pop(index) for index in list(contexts)]
+        hosts = list(_hosts) if closing else []
+    for buffer in hosts:
+        # By the first, as all is locked.
+        buffer._unlock_all(closing[0].device)
     for context in closing:
         for bar in context.bars():
             bar.close()
         context.device.close()
+
+
+def add_host(buffer: HostBuffer) -> None:
+    """Has a buffer unlock what is locked when the devices go."""
+    with _lock:
+        _hosts.add(buffer)
 
 
 def get(index: Any) -> Context:
@@ -208,6 +231,16 @@ def get(index: Any) -> Context:
             f"device {index} was not opened (open: {known}): call control.init_devices([{index}])"
         )
     return context
+
+
+def get_or_current(index: Any) -> Context:
+    """As :func:`get`; ``None`` and -1 are PyTorch's current device, or the first that is open."""
+    if index is not None and index != -1:
+        return get(index)
+    cuda = getattr(sys.modules.get("torch"), "cuda", None)
+    if cuda is not None and cuda.is_initialized():
+        return get(cuda.current_device())
+    return any_context()
 
 
 def any_context() -> Context:

@@ -13,7 +13,7 @@ import os
 import threading
 from typing import Any, Callable, Iterator
 
-from .._device import descriptor_of
+from .._device import Device, descriptor_of
 from .._errors import Error, InvalidArgument, NotFound
 from . import _devices, _libc
 
@@ -78,7 +78,9 @@ class HostBuffer:
         size: bytes that it has from the beginning.
         prewarm: bytes beyond its end that are touched ahead of need.
         max_grow_size: bytes that it may grow to, when that is more.
-        mark_cold: accepted; what is read is left to the system's own judgement.
+        mark_cold: whether cached pages of files that were read here are the first that the system
+            takes when it is short of memory, since the buffer has their bytes. They are not
+            dropped: other programs may read them, and so does whoever cuts this buffer.
 
     Raises:
         RuntimeError: there is no memory for ``size``.
@@ -89,6 +91,7 @@ class HostBuffer:
     ) -> None:
         self._lock = threading.RLock()
         self._touching = _Touching()
+        self._mark_cold = bool(mark_cold)
         self._prewarm = _devices.saturated(prewarm)
         wanted = _devices.saturated(size)
         self._capacity = max(wanted, _devices.saturated(max_grow_size)) + self._prewarm
@@ -97,10 +100,13 @@ class HostBuffer:
         self._committed = 0
         #: First bytes of what was extended, in their order.
         self._chunks: list[int] = []
+        #: First bytes of ranges that could not be unlocked.
+        self._stuck: set[int] = set()
         #: First byte and length of what was locked here.
         self._locked: dict[int, int] = {}
         #: Bytes that it has.
         self.size = 0
+        _devices.add_host(self)
         if wanted:
             self.extend(wanted, register=False)
 
@@ -132,9 +138,13 @@ class HostBuffer:
                     f"a chunk of {size} bytes at {start} is beyond the {self._capacity} bytes that "
                     "were reserved"
                 )
-            if again and start in self._locked:
-                self._unlock(start)
-            self._grow_to(start + size)
+            unlocked = self._unlock_last(start) if again else 0
+            try:
+                self._grow_to(start + size)
+            except RuntimeError:
+                if unlocked:
+                    self._lock_again(start, unlocked)
+                raise
             address = self._base + start
             if register and size:
                 try:
@@ -166,13 +176,14 @@ class HostBuffer:
                 raise RuntimeError(f"cannot keep {size} bytes of {self.size}")
             if size == self.size:
                 return
-            tail = {start for start in self._chunks if start >= size} | {size}
+            tail = {start for start in {*self._chunks, *self._stuck} if start >= size} | {size}
             for start in [start for start in self._locked if start + self._locked[start] > size]:
                 kept = size - start
                 self._unlock(start)
                 tail.discard(start)
                 if kept > 0:
                     self._lock_again(start, kept)
+            self._unlock_cut(size)
             if do_unregister:
                 for start in sorted(tail):
                     self._unlock_foreign(start)
@@ -220,7 +231,7 @@ class HostBuffer:
             stream: on which they are copied, 0 for the default one.
             device_ptr: the device address that they are copied to; 0 for none. What is page-locked
                 stays as it is until that is done.
-            device: index of the device.
+            device: index of the device; -1 and ``None`` are PyTorch's current one.
 
         Raises:
             RuntimeError: the file cannot be read, or ends before; the copy fails.
@@ -230,13 +241,15 @@ class HostBuffer:
                 self.extend(offset + size - self.size, register=False)
             base = self._base + offset
         descriptor = _descriptor(file)
-        context = _devices.get(device) if device_ptr else None
+        context = _devices.get_or_current(device) if device_ptr else None
         # One that goes no further is for the device all the same, later.
         traffic = context.traffic if context is not None else _devices.any_traffic()
         for at in range(0, size, _WINDOW):
             length = min(_WINDOW, size - at)
             with traffic.reading(length):
                 _read(descriptor, file_offset + at, base + at, length)
+            if self._mark_cold:
+                _libc.cool(descriptor, file_offset + at, length)
             if context is not None:
                 _try(
                     f"a copy of {length} bytes to {device_ptr + at:#x}",
@@ -295,20 +308,62 @@ class HostBuffer:
         self._touching.touch(at, length)
 
     def _shrink_to(self, size: int) -> None:
+        """Gives memory behind a byte back. What the system does not take stays, and is used when
+        it grows again.
+        """
         if not size:
             self._release()
             return
         kept = _whole(size)
-        if kept < self._committed:
+        if kept < self._committed and not self._stuck:
             self._touching.forbid(self._base + kept)
-            _libc.decommit(self._base + kept, self._committed - kept)
-            self._committed = kept
+            try:
+                _libc.decommit(self._base + kept, self._committed - kept)
+                self._committed = kept
+            except OSError as error:
+                logger.debug("%r: what is cut stays: %s", self, error)
+                self._touching.allow(self._base, self._base + self._committed)
 
     def _release(self) -> None:
         base, self._base, self._committed = self._base, 0, 0
-        if base:
-            self._touching.forbid(base)
+        stuck, self._stuck = self._stuck, set()
+        if not base:
+            return
+        self._touching.forbid(base)
+        if stuck:
+            # The device may read and write it still, whatever was mapped there next.
+            logger.warning("%d bytes at %#x stay, since they are locked", self._capacity, base)
+            return
+        try:
             _libc.release(base, _whole(self._capacity))
+        except OSError as error:
+            logger.warning("%d bytes at %#x stay: %s", self._capacity, base, error)
+
+    def _unlock_all(self, device: Device) -> None:
+        """Before the device goes, by which what is locked would be unlocked later."""
+        with self._lock:
+            for start in {*self._chunks, *self._locked}:
+                self._locked.pop(start, None)
+                self._unlock_by(device, start)
+
+    def _unlock_last(self, start: int) -> int:
+        """Unlocks the last chunk, whoever locked it: it gets another length. Its length if it was
+        locked here.
+        """
+        size = self._locked.get(start, 0)
+        if size:
+            self._unlock(start)
+        else:
+            self._unlock_foreign(start)
+        return size
+
+    def _unlock_cut(self, size: int) -> None:
+        """A chunk that is cut in its midst: what stays of it stays locked, whoever locked it."""
+        start = max((start for start in self._chunks if start < size), default=None)
+        if start is not None and start not in self._locked and self.size > size:
+            ends_at_cut = any(other == size for other in self._chunks)
+            if not ends_at_cut and self._unlock_foreign(start):
+                self._lock_again(start, size - start)
 
     def _lock_range(self, start: int, size: int) -> None:
         device = _devices.any_context().device
@@ -329,14 +384,22 @@ class HostBuffer:
     def _unlock_foreign(self, start: int) -> bool:
         """Whether a locked range began there."""
         for context in list(_devices.contexts.values())[:1]:
-            try:
-                context.device.unlock_host(self._base + start)
-                return True
-            except NotFound:
-                return False
-            except Error as error:
-                logger.warning("%r: the range at %d stays locked: %s", self, start, error)
+            return self._unlock_by(context.device, start)
         return False
+
+    def _unlock_by(self, device: Device, start: int) -> bool:
+        try:
+            device.unlock_host(self._base + start)
+            self._stuck.discard(start)
+            return True
+        except NotFound:
+            self._stuck.discard(start)
+            return False
+        except Error as error:
+            # Its memory is not given back while it may be locked.
+            self._stuck.add(start)
+            logger.warning("%r: the range at %d stays locked: %s", self, start, error)
+            return False
 
 
 def read_file_to_device(
@@ -350,15 +413,19 @@ def read_file_to_device(
 ) -> None:
     """Reads bytes of a file and enqueues their copies to a device address on a stream.
 
-    Returns when they are read and the last copy is enqueued. ``mark_cold`` is accepted.
+    Returns when they are read and the last copy is enqueued. With ``mark_cold`` the file's cached
+    pages are then the first that the system takes when it is short of memory; without, which is
+    for what is read again soon, they stay in its own order.
 
     Raises:
         RuntimeError: the file cannot be read, or ends before; a copy fails.
     """
-    context = _devices.get(device)
+    context = _devices.get_or_current(device)
     told = _descriptor(file), file_offset, size, device_ptr, _handle(stream)
     with context.traffic.reading(size):
         _try(f"{size} bytes of a file to {device_ptr:#x}", context.device.read_file, *told)
+    if mark_cold and size:
+        _libc.cool(told[0], file_offset, size)
 
 
 def write_device_to_file(
@@ -369,7 +436,7 @@ def write_device_to_file(
     Raises:
         RuntimeError: it cannot be written; a copy fails.
     """
-    source = _devices.get(device).device
+    source = _devices.get_or_current(device).device
     told = _descriptor(file), file_offset, size, device_ptr, _handle(stream)
     _try(f"{size} bytes at {device_ptr:#x} to a file", source.write_file, *told)
 

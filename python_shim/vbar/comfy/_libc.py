@@ -26,7 +26,8 @@ _NONE, _READ, _WRITE = 0, mmap.PROT_READ, mmap.PROT_WRITE
 _PRIVATE, _ANONYMOUS = mmap.MAP_PRIVATE, mmap.MAP_ANONYMOUS
 _NORESERVE = 0x4000
 _FAILED = ctypes.c_void_p(-1).value
-_DONTNEED, _HUGEPAGE, _POPULATE_WRITE = 4, 14, 23
+_SHARED = mmap.MAP_SHARED
+_DONTNEED, _HUGEPAGE, _COLD, _POPULATE_READ, _POPULATE_WRITE = 4, 14, 20, 22, 23
 
 
 def _failed(what: str) -> OSError:
@@ -76,6 +77,22 @@ def drop(address: int, nbytes: int) -> None:
     """Lets the system have the memory behind addresses; raises ``OSError``."""
     if _libc.madvise(address, nbytes, _DONTNEED) != 0:
         raise _failed(f"{nbytes} bytes of memory")
+
+
+def cool(descriptor: int, offset: int, nbytes: int) -> None:
+    """Has the system take cached pages of a file before others when it needs memory, those alone
+    that no other mapping has; as far as it can: without, they go in its own order. Nothing is
+    dropped, whoever reads them next finds them.
+    """
+    start = offset // PAGE * PAGE
+    length = offset + nbytes - start
+    # What is cold is told of mapped pages alone, so they are mapped for as long.
+    address = _libc.mmap(None, length, _READ, _SHARED, descriptor, start)
+    if address == _FAILED:
+        return
+    if _libc.madvise(address, length, _POPULATE_READ) == 0:
+        _libc.madvise(address, length, _COLD)
+    _libc.munmap(address, length)
 
 
 def touch(address: int, nbytes: int) -> None:

@@ -8,10 +8,10 @@ from then on the streaming engine fills its pages, ahead of need once it knows t
 signatures stay the same. A client that finds one changed all the same, since it patched, has the
 unit's copy dropped before the comparison returns: whoever writes is never in a race with a fill.
 Where the wait for that fails, so does the comparison, and nobody writes until it was made up for.
-Pages that have stayed for some nodes lose their copies, one by one. Where the host runs short of
-memory copies go, at the end of a node or while it uses weights; the library gives what they were in
-back, a few windows at a time, from a thread of its own. Where there is no page-locked memory,
-everything is as without.
+Pages that have stayed for some nodes lose their copies, one by one, as do those that are there when
+no weight was used for a while. Where the host runs short of memory copies go, at the end of a node,
+while it uses weights, or while nobody does; the library gives what they were in back, a few windows
+at a time, from a thread of its own. Where there is no page-locked memory, everything is as without.
 
 A range that has others within it (ComfyUI faults blocks and their modules) is never saved itself:
 its signature says whether its parts have kept their bytes.
@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any, Iterator, Optional
 from .._errors import Cancelled, Closed, Error, HostMemory, StaleHandle, TimedOut
 from .._guard import Pins
 from .._values import PageState, Reason
-from . import _devices, _pins
+from . import _devices, _idle, _pins
 
 if TYPE_CHECKING:
     from .._bar import Bar
@@ -51,6 +51,8 @@ _UNSEEN_MAX = 3
 #: Seconds between two looks at the host's memory while weights are used; the library's own are as far
 #: apart.
 _LOOK = 0.1
+#: Seconds without a use after which one copy is enough of what is resident.
+_IDLE = 10.0
 #: Bytes between the parts of a range that are nobody's: ComfyUI aligns to 1024.
 _GAP = 1024
 
@@ -154,10 +156,9 @@ class Saved:
         self._full_at = -1
         #: Bytes from here on are not to be resident.
         self.cut: Optional[int] = None
-        #: Waits for copies that have failed, and those of them that were made up for. The library
-        #: has forgotten those copies, so that nothing else orders a write behind them.
-        self._owed, self._paid = 0, 0
-        self._paying: Optional[threading.Event] = None
+        #: Ranges whose copies may be under way although they are dropped, since the wait for them
+        #: failed: nothing else orders a write behind them.
+        self._owed: set[Key] = set()
 
     def pin(self, key: Key) -> Pins:
         """Faults a range. One that is saved comes filled, for the current stream; any other once
@@ -166,6 +167,7 @@ class Saved:
         Raises:
             vbar.Error: the fault failed.
         """
+        self._context.used_at = time.monotonic()
         unit = self._unit(key)
         if unit.saved or unit.wanted or unit.inner:
             # While a graph is captured what is not there is not brought in: it would keep it for
@@ -273,18 +275,17 @@ class Saved:
             return
         context.looked_at = now
         try:
-            excess = context.device.statistics().locked_excess_bytes
+            _drop_what_is_too_much(context)
         except Error as error:
             # The unpin that it was for is good all the same: nothing is dropped this time.
             logger.debug("%r has no numbers: %s", context, error)
-            return
-        for bar in sorted(context.bars(), key=lambda bar: not bar._is_low):
-            other = bar._saved
-            if other is not None and excess > 0:
-                with other._lock:
-                    saved = [unit for unit in other._units.values() if unit.saved]
-                # What goes is held until its windows are given back: not told as gone so soon.
-                excess = other._drop_excess(saved, bar._is_low, excess)
+
+    def drop_resident(self) -> None:
+        """Drops copies of pages that have been resident since they were last used."""
+        with self._lock:
+            for unit in self._units.values():
+                if unit.saved and not unit.uses:
+                    self._drop_there(unit, [piece for piece in unit.pieces if piece.saved])
 
     def _give_way(self, saved: list[Unit], is_first_to_go: bool) -> None:
         device = self._context.device
@@ -300,9 +301,8 @@ class Saved:
         many; those that are too many still."""
         if not saved:
             return excess
-        others = any(
-            other is not self and other.has_saved() for other in map(_of, self._context.bars())
-        )
+        bars = self._context.bars()
+        others = any(bar._saved is not self and _has_saved(bar) for bar in bars)
         # One that others come before keeps nothing; else as much goes as must.
         logger.debug("%d bytes of page-locked memory are to go", excess)
         with self._lock:
@@ -413,10 +413,10 @@ class Saved:
             for piece in unit.pieces:
                 self._bar.save(*piece.key, stream)
                 piece.saved, piece.still, piece.seen_before = True, 0, piece.seen
+            _idle.start(self._context, _is_any_saved, _look_after)
         except BaseException as error:
             # An interrupt may come right behind a save, of which nobody would know; a save that
-            # failed may have begun its copy, which no drop waits for.
-            self._owe()
+            # failed may have begun its copy, which the drop waits for.
             self._drop(unit)
             if not isinstance(error, Error):
                 raise
@@ -444,52 +444,31 @@ class Saved:
             # Another thread has closed the VBAR: nobody has these bytes any more.
             return None
         except Error as error:
-            self._owe()
+            self._owed.add(piece.key)
             logger.debug("the copy of %d bytes at %d: %s", piece.key[1], piece.key[0], error)
             return error
         except BaseException:
             # An interrupt has ended the wait.
-            self._owe()
+            self._owed.add(piece.key)
             raise
         return None
 
-    def _owe(self) -> None:
-        """A copy may be under way that nobody has waited for."""
-        with self._lock:
-            self._owed += 1
-
     def _settle(self) -> bool:
-        """Waits for the copies whose own waits have failed, if there are any, as long as a fault
-        would; whether none is under way any more.
+        """Waits for the copies whose own waits have failed, if there are any, as long as the device
+        lets one wait; whether none is under way any more.
         """
-        owed = self._owed
-        # One thread at a time, which may have begun before the last of them.
-        for _ in range(2):
-            if owed <= self._paid:
-                return True
-            if _devices.is_capturing() or not self._payment().wait(_pins.PATIENCE):
+        if self._owed and _devices.is_capturing():
+            return False
+        for key in list(self._owed):
+            try:
+                self._bar.drop_save(*key)
+            except (StaleHandle, Closed):
+                pass
+            except Error as error:
+                logger.debug("the copy of %d bytes at %d: %s", key[1], key[0], error)
                 return False
-        return owed <= self._paid
-
-    def _payment(self) -> threading.Event:
-        """Set when a thread has waited for all work of the device: the fences of those copies are
-        gone. That wait has no end of its own where the device is stuck, and no signal ends it.
-        """
-        with self._lock:
-            if self._paying is None or self._paying.is_set():
-                self._paying = threading.Event()
-                told = self._owed, self._paying
-                name = "vbar.comfy copies"
-                threading.Thread(target=self._pay, args=told, name=name, daemon=True).start()
-            return self._paying
-
-    def _pay(self, owed: int, done: threading.Event) -> None:
-        try:
-            if _devices.synchronize(self._context.index):
-                with self._lock:
-                    self._paid = max(self._paid, owed)
-        finally:
-            done.set()
+            self._owed.discard(key)
+        return True
 
     def _wait_filled(self, unit: Unit) -> None:
         """Waits, for any stream, for what was ordered for one.
@@ -508,14 +487,17 @@ class Saved:
 
     def _drop_still(self, unit: Unit) -> None:
         """Forgets the copies of pages that have stayed for some nodes: one is enough."""
-        pages = None
-        for at, piece in enumerate(unit.pieces):
+        for piece in unit.pieces:
             piece.still = piece.still + 1 if piece.seen == piece.seen_before else 0
             piece.seen_before = piece.seen
-            if not piece.saved or piece.still < _NODES_STILL:
-                continue
-            pages = pages or self._pages(unit.key)
-            if pages[at].generation == piece.seen and pages[at].state in MAPPED:
+        still = [it for it in unit.pieces if it.saved and it.still >= _NODES_STILL]
+        self._drop_there(unit, still)
+
+    def _drop_there(self, unit: Unit, pieces: list[Piece]) -> None:
+        """Forgets those of some copies whose pages have been there since they were last used."""
+        pages = self._pages(unit.key) if pieces else []
+        for piece, page in zip(unit.pieces, pages):
+            if piece in pieces and page.generation == piece.seen and page.state in MAPPED:
                 self._drop_piece(piece)
         unit.wanted = unit.saved
 
@@ -573,16 +555,37 @@ class Saved:
         return all(page.state in MAPPED for page in self._pages(key))
 
 
-def _of(bar: Any) -> Any:
-    return getattr(bar, "_saved", None) or _NOTHING
+def _has_saved(bar: Any) -> bool:
+    return isinstance(bar._saved, Saved) and bar._saved.has_saved()
 
 
-class _Nothing:
-    def has_saved(self) -> bool:
-        return False
+def _is_any_saved(context: _devices.Context) -> bool:
+    is_open = _devices.contexts.get(context.index) is context
+    return is_open and any(map(_has_saved, context.bars()))
 
 
-_NOTHING = _Nothing()
+def _look_after(context: _devices.Context, now: float) -> None:
+    """Nobody may use weights for long."""
+    if now >= context.used_at + _IDLE:
+        for bar in filter(_has_saved, context.bars()):
+            bar._saved.drop_resident()
+    _drop_what_is_too_much(context)
+
+
+def _drop_what_is_too_much(context: _devices.Context) -> None:
+    """Drops what the host has no memory for, of all VBARs.
+
+    Raises:
+        vbar.Error: the device has no numbers.
+    """
+    excess = context.device.statistics().locked_excess_bytes
+    for bar in sorted(context.bars(), key=lambda bar: not bar._is_low):
+        other = bar._saved
+        if isinstance(other, Saved) and excess > 0:
+            with other._lock:
+                saved = [unit for unit in other._units.values() if unit.saved]
+            # What goes is held until its windows are given back: not told as gone so soon.
+            excess = other._drop_excess(saved, bar._is_low, excess)
 
 
 def compared(first: Any, second: Any, equal: bool) -> None:

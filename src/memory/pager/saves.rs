@@ -9,10 +9,12 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use super::Pager;
+use crate::copy::fill::Filler;
 use crate::error::{Error, ErrorCode, Result};
-use crate::memory::saves::Held;
+use crate::memory::saves::{Held, Saves};
 use crate::memory::vbar::Bar;
 use crate::process;
+use crate::sync::ticket::Ticket;
 use crate::units::Stream;
 
 impl Pager {
@@ -71,21 +73,61 @@ impl Pager {
         let on = filler.on_stream(stream)?;
         let (begun, room) = saves.start(bytes)?;
         let source = bar.space.base.offset(bytes.start);
-        match filler.save(bar.id, room, source, on) {
-            Ok(memory) => match saves.finish(bytes, begun, memory) {
-                None => Ok(()),
-                Some(memory) => filler.wait_for_saved(&filler.drop_saved(bar.id, memory)),
+        let (copied_at, saved) = filler.save(bar.id, room, source, on);
+        // Before the caller unpins them: from here on it is an eviction's to look at.
+        let stamped = self.stamp_saved(bar, bytes, copied_at, &filler);
+        let failed = match (saved, stamped) {
+            (Ok(memory), Ok(())) => match saves.finish(bytes, begun, memory) {
+                None => return Ok(()),
+                Some(memory) => {
+                    saves.owe(bytes, &filler.drop_saved(bar.id, memory));
+                    return self.wait_for_copies(saves, bytes);
+                }
             },
-            Err(error) => {
-                saves.give_up(bytes, begun);
-                Err(error)
+            (Ok(memory), Err(error)) => {
+                saves.owe(bytes, &filler.drop_saved(bar.id, memory));
+                error
+            }
+            (Err(error), _) => {
+                saves.owe(bytes, &[copied_at]);
+                error
+            }
+        };
+        // Whoever drops it waits for what was begun.
+        saves.give_up(bytes, begun);
+        Err(failed)
+    }
+
+    /// The stream that is saved on uses the pages of a range, until `copied_at`.
+    fn stamp_saved(
+        &self,
+        bar: &Bar,
+        bytes: &Range<u64>,
+        copied_at: Ticket,
+        filler: &Filler,
+    ) -> Result<()> {
+        if copied_at.is_none() {
+            return Ok(());
+        }
+        let (stream, slot) = filler.saving();
+        let mut is_joined = false;
+        for (_, page) in bar.table.pages(bar.pages_of(bytes)?) {
+            if !page.stamp(copied_at, |other| self.device.fences.known_passed(other)) {
+                self.join_stamp(page, stream, slot);
+                is_joined = true;
             }
         }
+        if !is_joined {
+            return Ok(());
+        }
+        let record = || self.device.fences.record(stream, slot);
+        self.device.retry(record).map(drop).map_err(|error| self.device.note(error))
     }
 
     /// Forgets what was saved of a range, and its room: nothing fills it any more. Waits for the
-    /// copies to and from that memory, so that whoever has pinned the range may write it. Of a
-    /// range that is not known: does nothing.
+    /// copies to and from that memory, and for those that an earlier call of these bytes could not
+    /// wait for, so that whoever has pinned the range may write it. Of a range that is not known,
+    /// and that no copies are left of: does nothing.
     ///
     /// # Errors
     /// Those of waiting, `DeviceLost`, `ProcessEnding`, and what the driver says; it is forgotten
@@ -95,20 +137,32 @@ impl Pager {
         if process::ending() {
             return self.device.check();
         }
-        let Some(held) = bar.saves().and_then(|saves| saves.remove(&bytes)) else { return Ok(()) };
-        let wait = |memory| {
-            // Before anything that may fail: nobody else would take leave of it.
-            let filler = self.made_filler();
-            let copies = filler.as_ref().map(|filler| filler.drop_saved(bar.id, memory));
-            self.device.check()?;
-            let _scope = self.device.enter()?;
-            filler.zip(copies).map_or(Ok(()), |(filler, copies)| filler.wait_for_saved(&copies))
-        };
-        let dropped = match held {
-            Held::Room(_) | Held::Saving(_) => self.device.check(),
-            Held::Bytes(memory) => wait(memory),
+        let Some(saves) = bar.saves() else { return Ok(()) };
+        let dropped = match saves.remove(&bytes) {
+            Some(Held::Bytes(memory)) => {
+                // Before anything that may fail: nobody else would take leave of it.
+                let copies = self.made_filler().map(|filler| filler.drop_saved(bar.id, memory));
+                saves.owe(&bytes, &copies.unwrap_or_default());
+                self.wait_for_copies(saves, &bytes)
+            }
+            held if saves.owed(&bytes).is_empty() => match held {
+                Some(_) => self.device.check(),
+                None => return Ok(()),
+            },
+            _ => self.wait_for_copies(saves, &bytes),
         };
         dropped.map_err(|error| self.told_of(error, "forgetting what was saved of", bar, &bytes))
+    }
+
+    /// Waits for copies of bytes whose ranges are gone; what fails is for the next drop of them.
+    fn wait_for_copies(&self, saves: &Saves, bytes: &Range<u64>) -> Result<()> {
+        self.device.check()?;
+        let Some(filler) = self.made_filler() else { return Ok(()) };
+        let copies = saves.owed(bytes);
+        let _scope = self.device.enter()?;
+        filler.wait_for_saved(&copies)?;
+        saves.settle(bytes, &copies);
+        Ok(())
     }
 
     fn told_of(&self, error: Error, act: &str, bar: &Bar, bytes: &Range<u64>) -> Error {

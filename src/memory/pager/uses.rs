@@ -237,7 +237,7 @@ impl Pager {
 
     /// A page that remembers four other streams: ours waits for one of them and takes its place.
     #[cold]
-    fn join_stamp(&self, page: &Page, stream: Stream, slot: StreamSlot) {
+    pub(super) fn join_stamp(&self, page: &Page, stream: Stream, slot: StreamSlot) {
         let fences = &self.device.fences;
         let scope = self.device.enter();
         let can_wait = scope.is_ok() && self.can_wait(stream, slot);

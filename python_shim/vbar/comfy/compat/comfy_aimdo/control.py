@@ -33,7 +33,10 @@ def init(
     Args:
         implementation: ``"cuda"``, or what PyTorch was built for.
         simple_vram_headroom: bytes of each card that are left to others; ``None`` is as before.
-        nvml_pressure: accepted: what other programs use is noticed anyway.
+        nvml_pressure: whom to ask what other programs use, NVML or the driver. Accepted, and the
+            same to both: the driver is asked, which tells of the whole card as NVML does, in 8 us
+            and without another library, at each miss and each 25 ms where there are threads. So
+            weights give way to other programs whatever is said here.
 
     Returns:
         Whether there is a library for this.
