@@ -6,8 +6,9 @@
 //! was fetched ahead. So what the last cycles had at their worst moment counts for this one too.
 //!
 //! Not so what is short in one cycle alone, which counts while it lasts; nor where there are more
-//! now than those cycles ever had, as then something has ended; nor where the worst moment leaves
-//! less than half of what there is now, as then plans in turn are better than frames without use.
+//! now than one of those cycles ever had, as then something has ended; nor where the worst moment
+//! leaves less than half of what there is now, as then plans in turn are better than frames without
+//! use.
 
 /// Numbers of frames that differ by less than this part have the same reason.
 const LIKE_PARTS: u64 = 8;
@@ -51,7 +52,7 @@ impl Fewest {
     /// What there is throughout each cycle, if that is known and of use with so many now.
     fn lasting(&self, fewest: u64, frames: u64) -> Option<u64> {
         let [Some(first), Some(second)] = self.ended else { return None };
-        let most = first.most.max(second.most);
+        let most = first.most.min(second.most);
         if frames > most && !is_like(frames, most) {
             return None;
         }
@@ -125,6 +126,13 @@ mod tests {
         }
         // More than there was at any time.
         assert_eq!([120, 90, 101].map(|frames| fewest.see(frames)), [120, 70, 70]);
+        // Also where the end of a cycle saw it already.
+        let mut fewest = Fewest::default();
+        for _ in 0..3 {
+            cycle(&mut fewest, [70]);
+        }
+        assert_eq!(cycle(&mut fewest, [70, 100]), [70, 100]);
+        assert_eq!(fewest.see(100), 100);
     }
 
     #[test]

@@ -94,8 +94,12 @@ impl Pager {
         self.device.check()?;
         // Before any table changes: what was taken out of them must be carried through.
         let _scope = self.device.enter()?;
+        // From here on some may be in no table: a request that lacks frames waits for them.
+        let coming = Parting::new(self, &mut self.state.lock(), 1);
         let pages = take_out();
         if pages.is_empty() {
+            drop(coming);
+            self.changed.notify_all();
             return Ok(0);
         }
         let (taken, parting) = {
@@ -116,11 +120,13 @@ impl Pager {
                 state.remove_resident(arena.id, PageIndex(page));
                 taken.push((Victim { bar, page: PageIndex(page), frame }, users));
             }
-            let idle = taken.iter().filter(|(_, users)| users.is_empty()).count();
-            let parting = Parting::new(self, &mut state, idle);
+            let is_counted = |users: &Vec<Ticket>| to == GiveTo::Pages || users.is_empty();
+            let counted = taken.iter().filter(|(_, users)| is_counted(users)).count();
+            let parting = Parting::new(self, &mut state, counted);
             self.update_eager(&state);
             (taken, parting)
         };
+        drop(coming);
         counters::add(&self.device.counters.pages_evicted, taken.len() as u64);
         let count = taken.len() as u32;
         let given = match to {
@@ -183,5 +189,71 @@ impl Pager {
             Some(reclaimer) if missing > 0 => reclaimer.reclaim_reserved(missing),
             _ => 0,
         }
+    }
+}
+
+#[cfg(test)]
+#[cfg(not(vbar_loom))]
+mod tests {
+    use std::sync::mpsc;
+    use std::time::Duration;
+
+    use super::*;
+    use crate::driver::Driver;
+    use crate::driver::sim::{Sim, SimOptions};
+    use crate::memory::pager::{Faulted, Request};
+    use crate::options::RuntimeOptions;
+    use crate::sync::device::Device;
+    use crate::units::{DeviceOrdinal, PageSize, Stream};
+
+    /// Between the allocator's tables and the pager's they are in neither, for as long as another
+    /// thread is not run: a request that was refused meanwhile is out of memory for no reason.
+    #[test]
+    fn a_request_waits_for_pages_that_another_thread_gives_back() {
+        let sim = Sim::new(SimOptions::parse("capacity=64M,granularity=64K").unwrap());
+        let page_size = PageSize::new(65536).unwrap();
+        let budget_bytes = Some(8 * page_size.bytes());
+        let options = RuntimeOptions {
+            page_size,
+            budget_bytes,
+            headroom_bytes: Some(0),
+            ..RuntimeOptions::default()
+        };
+        let context = sim.device_primary_ctx_retain(DeviceOrdinal(0)).unwrap();
+        let pager =
+            Pager::new(Arc::new(Device::new(sim.driver(), DeviceOrdinal(0), context, options)));
+        let arena = pager.create_arena(64 * page_size.bytes()).unwrap().unwrap();
+        let fault = |pages| {
+            let faulted = pager.fault_many(&[Request { bar: &arena, pages }], Stream::NONE);
+            let holds = match faulted.unwrap() {
+                Faulted::Resident(holds) => holds,
+                other => panic!("not resident: {other:?}"),
+            };
+            let generations = holds[0].generations.as_slice().to_vec();
+            let pages = holds[0].pages.clone().zip(generations);
+            pages.map(|(page, generation)| Returned { page, generation, users: Vec::new() })
+        };
+        let first: Vec<Returned> = fault(0..8).collect();
+        let (begin, begun) = mpsc::channel();
+        let second = std::thread::scope(|scope| {
+            let giver = scope.spawn(|| {
+                let take_out = || {
+                    begin.send(()).unwrap();
+                    // The request comes meanwhile.
+                    std::thread::sleep(Duration::from_millis(50));
+                    first
+                };
+                pager.give_back(&arena, take_out, GiveTo::Pages).unwrap()
+            });
+            begun.recv().unwrap();
+            let second: Vec<Returned> = fault(8..16).collect();
+            assert_eq!(giver.join().unwrap(), 8);
+            second
+        });
+        assert_eq!(pager.give_back(&arena, || second, GiveTo::Driver).unwrap(), 8);
+        // Nothing is in hand for nothing.
+        assert_eq!(pager.give_back(&arena, Vec::new, GiveTo::Pages).unwrap(), 0);
+        assert_eq!(pager.state.lock().parting_count, 0);
+        assert_eq!(sim.violations(), Vec::<String>::new());
     }
 }
