@@ -653,6 +653,13 @@ class Waits(Saving):
         compare = model_vbar.vbar_signature_compare
         return refused(RuntimeError, words, compare, signature, None)
 
+    def check_written_anew(self, client, one, signature):
+        """A fault says that its bytes are gone: they may be written, and are saved again."""
+        one.seed += 100
+        self.assertFalse(model_vbar.vbar_signature_compare(signature, None))
+        one.kept = signature
+        self.check_written_at_once(client, one)
+
     def check_written_at_once(self, client, one):
         """On a stream that is behind nothing: a copy that is under way is seen by the device."""
         self.sim.launch_pattern(one.address, one.nbytes, one.seed, client.offload)
@@ -726,10 +733,7 @@ class Waits(Saving):
             self.assertIsNone(model_vbar.vbar_fault(one.alloc))
         self.device.set_wait_timeout(30)
         signature = model_vbar.vbar_fault(one.alloc)
-        one.seed += 100
-        self.assertFalse(model_vbar.vbar_signature_compare(signature, None))
-        one.kept = signature
-        self.check_written_at_once(client, one)
+        self.check_written_anew(client, one, signature)
 
     def test_an_interrupt_of_a_wait_is_no_end_of_the_copy(self):
         client = self.start()
@@ -751,10 +755,7 @@ class Waits(Saving):
                     model_vbar.vbar_signature_compare(signature, None)
             self.check_refused(signature, "may be under way")
         self.device.set_wait_timeout(30)
-        one.seed += 100
-        self.assertFalse(model_vbar.vbar_signature_compare(signature, None))
-        one.kept = signature
-        self.check_written_at_once(client, one)
+        self.check_written_anew(client, one, signature)
 
     def test_a_save_that_failed_may_have_begun_its_copy(self):
         client = self.start()
@@ -836,10 +837,7 @@ class Waits(Saving):
                 with unittest.mock.patch.object(_saved._pins, "pin", lambda *_: none):
                     self.check_refused(signature, "not idle")
         self.device.set_wait_timeout(30)
-        one.seed += 100
-        self.assertFalse(model_vbar.vbar_signature_compare(signature, None))
-        one.kept = signature
-        self.check_written_at_once(client, one)
+        self.check_written_anew(client, one, signature)
 
     def test_a_model_that_another_thread_closes_fails_nobody_elses_fault(self):
         client = self.start()

@@ -482,7 +482,8 @@ impl Runner {
             return Ok(Came { given_up: 1, ..Came::default() });
         }
         let (course, bars) = (&mut self.course, &self.bars);
-        let (planned, limit) = (self.plan.is_some(), self.frames.limit());
+        let planned = self.plan.is_some();
+        let limit = self.frames.limit().filter(|_| planned);
         let mut spent = SpentPages { course, bars, planned, limit };
         match pager.fetch(&wanted, &mut spent) {
             Ok(Fetched { done, stop: Some(Stop::Refused(_) | Stop::Closed) }) => {
@@ -501,7 +502,7 @@ impl Runner {
     /// in their turn.
     fn find_lost(&mut self) {
         let bars = &self.bars;
-        if self.course.has_lost(BATCH, |page| is_absent(bars, page)) {
+        if self.course.has_lost(BATCH, |page| state_of(bars, page) == Some(PageState::Absent)) {
             self.leave_course();
         }
     }
@@ -560,7 +561,7 @@ impl Spent for SpentPages<'_> {
     }
 
     fn frame_limit(&self) -> Option<u64> {
-        self.limit.filter(|_| self.planned)
+        self.limit
     }
 }
 
@@ -574,13 +575,12 @@ fn is_kept(plan: Option<&Plan>, page: PageRef) -> bool {
 }
 
 fn is_mapped(bars: &HashMap<BarId, Arc<Bar>>, page: PageRef) -> bool {
-    let word = |bar: &Arc<Bar>| bar.table.word(PageIndex(page.page));
-    bars.get(&page.bar).is_some_and(|bar| word(bar).state.is_mapped())
+    state_of(bars, page).is_some_and(PageState::is_mapped)
 }
 
-fn is_absent(bars: &HashMap<BarId, Arc<Bar>>, page: PageRef) -> bool {
-    let state = |bar: &Arc<Bar>| bar.table.word(PageIndex(page.page)).state;
-    bars.get(&page.bar).is_some_and(|bar| state(bar) == PageState::Absent)
+/// `None` of a VBAR that is gone.
+fn state_of(bars: &HashMap<BarId, Arc<Bar>>, page: PageRef) -> Option<PageState> {
+    Some(bars.get(&page.bar)?.table.word(PageIndex(page.page)).state)
 }
 
 /// Whether the fault that comes for the page will say the same.

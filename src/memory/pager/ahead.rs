@@ -98,8 +98,7 @@ impl Pager {
         self.reap()?;
         self.shrink()?;
         self.prepare_poison()?;
-        let limit = spent.frame_limit();
-        self.ask_ahead(wanted, limit);
+        self.ask_ahead(wanted, spent.frame_limit());
         let begin_ns = trace::begin();
         let (claims, fetched, _under_way) = {
             let mut state = self.state.lock();
