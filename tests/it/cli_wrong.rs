@@ -7,7 +7,7 @@ use std::process::{Command, Output};
 
 use serde_json::Value;
 
-use crate::program::{SIM, json, lines, model, number, output, text, vbar};
+use crate::program::{SIM, copied, json, lines, model, number, output, text, vbar};
 
 /// A device that there is not: whoever gets as far as opening one fails with another text.
 const NO_DEVICE: &str = "cuda:9";
@@ -232,8 +232,7 @@ fn limited(program: &Path, processes: u32, arguments: &[&str]) -> Output {
 fn without_threads_there_is_an_error_and_neither_panic_nor_hang() {
     let (models, path) = model("1M");
     let folder = tempfile::tempdir().unwrap();
-    let program = folder.path().join("vbar");
-    std::fs::copy(env!("CARGO_BIN_EXE_vbar"), &program).unwrap();
+    let program = copied(folder.path());
     for (place, mode) in [(models.path(), 0o755), (folder.path(), 0o777)] {
         std::fs::set_permissions(place, std::fs::Permissions::from_mode(mode)).unwrap();
     }

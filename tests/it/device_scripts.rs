@@ -3,11 +3,12 @@
 //! programs writes down how it was called.
 
 use std::fs;
-use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
 use tempfile::TempDir;
+
+use crate::program::write_program;
 
 /// Writes down its options and its program, runs that, and sums up as it is told to. An option that
 /// the tool does not have ends it, and one that takes no value makes its value the program.
@@ -42,7 +43,7 @@ impl Bundle {
         let bundle = Self { folder: TempDir::new().unwrap() };
         for script in ["device-run.sh", "sanitized.sh"] {
             let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("scripts").join(script);
-            fs::copy(source, bundle.path(script)).unwrap();
+            bundle.script(script, &fs::read_to_string(source).unwrap());
         }
         for program in [
             "device",
@@ -71,8 +72,7 @@ impl Bundle {
     }
 
     fn script(&self, name: &str, text: &str) {
-        fs::write(self.path(name), text).unwrap();
-        fs::set_permissions(self.path(name), fs::Permissions::from_mode(0o755)).unwrap();
+        write_program(&self.path(name), text.as_bytes());
     }
 
     fn command(&self, script: &str) -> Command {

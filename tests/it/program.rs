@@ -1,7 +1,7 @@
 //! The program as tests start it: with a pipe, and on a terminal of a given width.
 
 use std::fs::File;
-use std::io::Read;
+use std::io::{Read, Write};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 
@@ -22,6 +22,26 @@ pub(crate) fn vbar(arguments: &[&str]) -> Command {
         command.env_remove(name);
     });
     command
+}
+
+/// Writes a program that tests run, by another process: one that is open for writing cannot be run,
+/// and what this one has open other tests' processes have too, until they run theirs.
+pub(crate) fn write_program(path: &Path, content: &[u8]) {
+    let mut writing = Command::new("sh")
+        .args(["-c", r#"cat >"$0" && chmod 755 "$0""#])
+        .arg(path)
+        .stdin(Stdio::piped())
+        .spawn()
+        .unwrap();
+    writing.stdin.take().unwrap().write_all(content).unwrap();
+    assert!(writing.wait().unwrap().success(), "{path:?} is not written");
+}
+
+/// A copy of the program in a folder.
+pub(crate) fn copied(folder: &Path) -> PathBuf {
+    let path = folder.join("vbar");
+    write_program(&path, &std::fs::read(env!("CARGO_BIN_EXE_vbar")).unwrap());
+    path
 }
 
 pub(crate) fn output(arguments: &[&str]) -> Output {

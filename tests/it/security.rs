@@ -6,7 +6,7 @@ use std::os::unix::process::CommandExt;
 use std::path::Path;
 use std::process::{Command, Output};
 
-use crate::program::{model, output, text, vbar, written_model};
+use crate::program::{copied, model, output, text, vbar, written_model};
 
 /// Nobody in particular.
 const ANOTHER_USER: u32 = 65_534;
@@ -16,8 +16,7 @@ const WRONG: &str = "neither-cuda-nor-sim";
 /// Runs a copy of the program as another user, with the mode that is given to it and an environment
 /// that says what it must not heed.
 fn run_as_another(mode: u32, folder: &Path, model: &Path) -> Output {
-    let program = folder.join("vbar");
-    std::fs::copy(env!("CARGO_BIN_EXE_vbar"), &program).unwrap();
+    let program = copied(folder);
     std::fs::set_permissions(&program, std::fs::Permissions::from_mode(mode)).unwrap();
     let mut command = Command::new(program);
     command.args(["run", text(model), "--device", "auto", "--budget", "100%", "--passes", "1"]);
