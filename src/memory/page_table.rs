@@ -390,6 +390,12 @@ impl Page {
             .collect()
     }
 
+    /// Whether a use since the page was filled is remembered.
+    #[must_use]
+    pub fn is_used(&self) -> bool {
+        self.readers.iter().any(|reader| reader.load(Acquire) != 0)
+    }
+
     /// Whether poison is mapped behind the page; asked by whoever owns it, or under the device's
     /// lock.
     #[must_use]

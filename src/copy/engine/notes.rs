@@ -23,7 +23,7 @@ pub(super) enum Note {
     Unpinned(Span),
     /// The VBAR of this number was closed.
     Closed(u32),
-    /// The program had memory given back.
+    /// The program had memory of VBARs given back.
     GaveBack,
     /// The order in which the program will fault.
     Hint(Vec<Vec<Span>>),

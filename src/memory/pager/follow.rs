@@ -22,7 +22,8 @@ pub trait Follow: Send + Sync {
     fn unpinned(&self, device: &Device, spans: &[Span], stream: Stream);
     /// The VBAR of this number was closed.
     fn closed(&self, bar: u32);
-    /// The program had memory given back: what it uses from here on may be another amount.
+    /// The program had memory of VBARs given back: what it uses from here on may be another amount.
+    /// Caches that go back say nothing: programs empty them between any two steps.
     fn gave_back(&self);
 }
 
@@ -78,7 +79,7 @@ impl Pager {
         }
     }
 
-    /// The program has asked for memory to be given back.
+    /// The program has asked for memory of VBARs to be given back.
     pub(super) fn tell_gave_back(&self) {
         if let Some(follower) = self.follower() {
             follower.gave_back();

@@ -462,9 +462,8 @@ impl Search<'_> {
                 return OwnVictims::None;
             }
             let entry = state.bar(rank.bar);
-            let pages = entry.resident.range(entry.floor..).rev().copied();
             // What a plan keeps is not given up for the pages of its neighbours.
-            self.take_from(&entry.bar, pages.filter(|page| !entry.is_kept(*page)));
+            self.take_from(&entry.bar, entry.not_kept());
         }
         if self.takes.len() == self.needed {
             return OwnVictims::None;
@@ -506,13 +505,11 @@ impl Search<'_> {
         OwnVictims::Some
     }
 
-    /// Takes pages that no plan keeps: of the VBAR itself, the one filled first first, then of the
-    /// others that have plans, then of those like it that have none; then what plans keep, lowest
-    /// rank first.
+    /// Takes pages that no plan keeps: of the VBAR itself, then of the others that have plans, then
+    /// of those like it that have none; then what plans keep, lowest rank first.
     fn victims_of_plans(&mut self, state: &State, own: &Arc<Bar>) {
         let entry = state.bar(own.id);
-        let streaming = entry.streaming.iter().copied();
-        self.take_from(own, streaming.filter(|page| *page >= entry.floor && !entry.is_kept(*page)));
+        self.take_from(own, entry.not_kept());
         self.take_of_plans(state, false, |_| true);
         // Such a one takes what streams here, too: it would end up with all that is not pinned.
         self.take_from_likes(state, own, entry.rank);
@@ -523,8 +520,10 @@ impl Search<'_> {
     fn take_of_plans(&mut self, state: &State, kept: bool, from: impl Fn(&BarState) -> bool) {
         let others = state.order.iter().map(|rank| state.bar(rank.bar));
         for entry in others.filter(|entry| entry.kept.is_some() && from(entry)) {
-            let pages = entry.resident.range(entry.floor..).rev().copied();
-            self.take_from(&entry.bar, pages.filter(|page| entry.is_kept(*page) == kept));
+            match kept {
+                true => self.take_from(&entry.bar, entry.kept_pages()),
+                false => self.take_from(&entry.bar, entry.not_kept()),
+            }
         }
     }
 

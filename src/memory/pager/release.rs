@@ -462,9 +462,7 @@ impl Pager {
             let poison = self.trim_poison(self.kept_pages(keep_bytes));
             Ok(trimmed + u64::from(poison) * self.page_bytes())
         };
-        let trimmed = trim();
-        self.tell_gave_back();
-        trimmed.map_err(|error| self.told(error, format_args!("trimming to {keep_bytes} bytes")))
+        trim().map_err(|error| self.told(error, format_args!("trimming to {keep_bytes} bytes")))
     }
 
     fn kept_pages(&self, bytes: u64) -> u32 {

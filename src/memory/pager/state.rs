@@ -54,6 +54,26 @@ impl BarState {
         self.kept.as_ref().is_some_and(|kept| kept.contains(&page))
     }
 
+    /// Pages that a plan keeps, the highest first.
+    pub(super) fn kept_pages(&self) -> impl Iterator<Item = u32> + '_ {
+        let resident = self.resident.range(self.floor..).rev().copied();
+        resident.filter(|page| self.is_kept(*page))
+    }
+
+    /// Pages that no plan keeps, those first that can best be done without. With a plan these are
+    /// the ones that were used since they were filled, the one filled first first: their next use
+    /// is a cycle away. What was fetched and not used yet comes behind, the last fetched first,
+    /// which is needed last. Some may come twice.
+    pub(super) fn not_kept(&self) -> impl Iterator<Item = u32> + '_ {
+        let is_planned = self.kept.is_some();
+        let is_used = |page: &u32| self.bar.table.page(PageIndex(*page)).is_used();
+        let streaming = || self.streaming.iter().copied().filter(move |_| is_planned);
+        let others = || self.resident.range(self.floor..).rev().copied();
+        let used = streaming().chain(others().filter(move |_| is_planned)).filter(is_used);
+        let pages = used.chain(streaming().rev()).chain(others());
+        pages.filter(|page| *page >= self.floor && !self.is_kept(*page))
+    }
+
     /// What the VBAR's plan has the page for, if there is a plan.
     pub(super) fn role_of(&self, page: PageIndex) -> Option<Role> {
         let kept = self.kept.as_ref()?;
