@@ -19,8 +19,10 @@ from . import _devices, _libc
 
 logger = logging.getLogger("vbar.comfy")
 
-#: Threads that read and write files, and that touch memory.
-_FILE_THREADS, _TOUCH_THREADS = 8, 6
+#: Threads that touch memory, and that read and write files: eight keep a disk busy, and one for each
+#: processor copies what is in the page cache as fast as it can be copied.
+_TOUCH_THREADS = 6
+_FILE_THREADS = min(max(len(os.sched_getaffinity(0)), 8), 16)
 #: What a thread reads, writes or touches at a time.
 _PIECE = 4 << 20
 #: What is copied to the device behind each other while the rest is read.
