@@ -533,6 +533,32 @@ class Changes(Saving):
         self.assertEqual((came["written"], came["none"]), (0, 0))
         client.close()
 
+    def test_what_has_lost_its_rest_is_written_in_the_order_that_was_learned(self):
+        client = self.start(pages=14, threads=True)
+        bar, weights = self.model([6 * PAGE] * 3)
+        for _ in range(40):
+            client.steps(weights, 4)
+            client.node()
+            # Some pages stay, and have no copies after a while.
+            if bar._saved.saved_bytes() < sum(weight.nbytes for weight in weights):
+                break
+        self.assertGreater(bar._saved.saved_bytes(), 0)
+        self.assertLess(bar._saved.saved_bytes(), sum(weight.nbytes for weight in weights))
+        before = self.device.statistics()
+        # For a moment there are fewer frames.
+        total = self.device.info.total_bytes
+        for pages in (6, 14):
+            control.set_simple_vram_headroom(total - (1 + pages) * PAGE)
+            self.device.refresh()
+        came = client.steps(weights, 6)
+        client.node()
+        told = self.device.statistics()
+        self.assertGreater(came["written"], 0)
+        self.assertEqual(came["none"], 0)
+        # A fault more would be another order, and the engine would learn it anew.
+        self.assertEqual(told.engine_departure_count, before.engine_departure_count)
+        client.close()
+
     def test_closed_in_the_middle_of_its_fills(self):
         client = self.start()
         bar, weights = self.model([PAGE] * 12)

@@ -176,7 +176,7 @@ class Saved:
                 return Pins(reason=Reason.CAPTURE)
         pins = self._fault(unit)
         if not pins.token and pins.reason in _STREAMABLE and self._may_save(unit):
-            if self._is_tight() and self._prepare(unit):
+            if self._is_tight() and self._forget_rest(unit) and self._prepare(unit):
                 pins = self._fault(unit)
                 if pins.token:
                     unit.wanted = True
@@ -405,6 +405,17 @@ class Saved:
             unit.excluded = True
         self._drop(unit)
         return False
+
+    def _forget_rest(self, unit: Unit) -> bool:
+        """Drops what is saved of a unit that has lost bytes, whose client writes all of it anew:
+        else each such use would be faulted twice, which is another order for the engine.
+        """
+        if unit.saved:
+            pages = self._pages(unit.key)
+            if any(not it.saved and at.state not in MAPPED for it, at in zip(unit.pieces, pages)):
+                with self._lock:
+                    return self._drop(unit) is None
+        return True
 
     def _save(self, unit: Unit, stream: int) -> None:
         if not self._prepare(unit):
