@@ -81,6 +81,19 @@ fn stamps_of_one_stream_share_a_place() {
 }
 
 #[test]
+fn a_use_counts_until_the_page_is_filled_anew() {
+    let page = resident();
+    assert!(!page.is_used());
+    assert!(page.stamp(Ticket::new(1, 1), |_| false));
+    assert!(page.is_used());
+    page.start_evicting().unwrap();
+    page.settle(PageState::Absent);
+    page.claim().unwrap();
+    page.publish(PageState::Resident, 0, Ticket::new(2, 1));
+    assert!(!page.is_used());
+}
+
+#[test]
 fn a_large_table_is_made_only_where_it_is_touched() {
     let table = PageTable::new(1 << 20);
     let _ = table.page(PageIndex((1 << 20) - 1));
