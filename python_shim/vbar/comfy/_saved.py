@@ -410,11 +410,10 @@ class Saved:
         """Drops what is saved of a unit that has lost bytes, whose client writes all of it anew:
         else each such use would be faulted twice, which is another order for the engine.
         """
-        if unit.saved:
-            pages = self._pages(unit.key)
+        with self._lock:
+            pages = self._pages(unit.key) if unit.saved else []
             if any(not it.saved and at.state not in MAPPED for it, at in zip(unit.pieces, pages)):
-                with self._lock:
-                    return self._drop(unit) is None
+                return self._drop(unit) is None
         return True
 
     def _save(self, unit: Unit, stream: int) -> None:

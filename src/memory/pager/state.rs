@@ -66,12 +66,13 @@ impl BarState {
     /// which is needed last. Some may come twice.
     pub(super) fn not_kept(&self) -> impl Iterator<Item = u32> + '_ {
         let is_planned = self.kept.is_some();
+        let is_free = |page: &u32| *page >= self.floor && !self.is_kept(*page);
         let is_used = |page: &u32| self.bar.table.page(PageIndex(*page)).is_used();
-        let streaming = || self.streaming.iter().copied().filter(move |_| is_planned);
-        let others = || self.resident.range(self.floor..).rev().copied();
+        let is_streaming = move |page: &u32| is_planned && is_free(page);
+        let streaming = || self.streaming.iter().copied().filter(is_streaming);
+        let others = || self.resident.range(self.floor..).rev().copied().filter(is_free);
         let used = streaming().chain(others().filter(move |_| is_planned)).filter(is_used);
-        let pages = used.chain(streaming().rev()).chain(others());
-        pages.filter(|page| *page >= self.floor && !self.is_kept(*page))
+        used.chain(streaming().rev()).chain(others())
     }
 
     /// What the VBAR's plan has the page for, if there is a plan.
