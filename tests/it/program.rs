@@ -37,10 +37,11 @@ pub(crate) fn write_program(path: &Path, content: &[u8]) {
     assert!(writing.wait().unwrap().success(), "{path:?} is not written");
 }
 
-/// A copy of the program in a folder.
+/// A copy of the program in a folder, as [`write_program`] writes one.
 pub(crate) fn copied(folder: &Path) -> PathBuf {
     let path = folder.join("vbar");
-    write_program(&path, &std::fs::read(env!("CARGO_BIN_EXE_vbar")).unwrap());
+    let copying = Command::new("cp").arg(env!("CARGO_BIN_EXE_vbar")).arg(&path).status();
+    assert!(copying.unwrap().success(), "{path:?} is not written");
     path
 }
 
